@@ -263,7 +263,7 @@ class Walk:
             task = FakeTask(next(self.numbers), definition, **options)
             self.unsettled[task] = None
             self.assignment.enter_queue(task)
-            self.state.queued(task, self.now)
+            self.state.arrived(task, self.now)
             self.note_queued()
 
     def cancel(self):
@@ -447,7 +447,7 @@ class Walk:
         if drone is not None:
             self.move(*drone.preferred)
             drone.become(State.RETIRING)
-            self.state.preference_ended(drone, self.now)
+            self.state.drone_retires(drone, self.now)
             self.note_queued()
 
     def hang(self):

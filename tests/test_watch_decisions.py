@@ -244,6 +244,7 @@ def test_one_that_is_quiet_is_given_nothing_till_it_has_a_pulse_again(reactor, c
         1e-4, 1
     )  # known to be short: it would be sent ahead
     handle.load, handle.unknown = 1e-4, 0
+    handle.changed()
     running.sending.estimate = 1e-4
     handle.quiet = True
     reactor.pass_(FIRST + QUIET + A_MOMENT)
@@ -710,7 +711,8 @@ def test_a_lone_drone_that_is_near_stays(done, reactor, caplog):
 def test_the_dead_are_not_measured(reactor):
     """Their number may be another's by now."""
     handle = worked(reactor)
-    handle.state, handle.held = State.DEAD, LIMIT + 1  # and its last answers are on their way
+    handle.become(State.DEAD)
+    handle.held = LIMIT + 1  # and its last answers are on their way
     reactor.pass_(1)
     assert not handle.kills
 
@@ -1142,6 +1144,7 @@ def test_what_only_one_of_them_may_run_is_queued_too(reactor, caplog):
     dispatcher, _ = all_wait(reactor)
     give(dispatcher, abs, 1, target=dispatcher.handles[1])
     dispatcher.handles[0].preferred.append(give_to_none(dispatcher))
+    dispatcher.handles[0].changed()
     reactor.pass_(LOOK)
     (said,) = deadlocks(caplog)
     assert "(2, the first is " in said

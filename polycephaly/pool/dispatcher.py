@@ -623,7 +623,7 @@ class Dispatcher(DispatcherBase):
             return
         now = self.reactor.timers.now()
         for _ in range(0 if self.has_ended else count):
-            state.queued(self._take_inbound(), now)
+            state.arrived(self._take_inbound(), now)
 
     def _take_inbound(self) -> Task:
         """Take a task from the inbox, and count it as queued, unless it was cancelled before."""
@@ -826,7 +826,7 @@ class Dispatcher(DispatcherBase):
 
     def cancel_dedicated(self, handle: DroneHandle) -> None:
         """Cancel the tasks that only `handle` may run."""
-        self.state.drone_closed(handle, self.unqueued_tasks())
+        self.state.drone_released(handle, self.unqueued_tasks())
 
     def _has_unsettled(self) -> bool:
         """Return whether a task is not settled. If their number is what it was, each is looked at:

@@ -41,7 +41,7 @@ class Fates(NamedTuple):
     not_begun: list[Task]
     """They are queued again, except those for this drone only, which are rejected."""
     running: Task | None
-    """The last of those that have begun."""
+    """The last of those that have begun, as far as the drone has displayed that."""
 
 
 class DroneRecord:
@@ -160,7 +160,9 @@ class DroneRecord:
         self.changed()
 
     def remove_many_in_flight(self, numbers: list[int]) -> list[Task | None]:
-        """Remove many tasks from flight, as `remove_in_flight` does."""
+        """Remove many tasks from flight, as `remove_in_flight` does, but for their deadlines, which
+        are dropped when their time comes.
+        """
         if self.overlapping or self._observer.has_resources:
             return [self.remove_in_flight(number) for number in numbers]
         in_flight = self.in_flight
@@ -187,14 +189,15 @@ class DroneRecord:
         known = [in_flight[number].position for number in begun if number in in_flight]
         last_begun = max(self.highest_answered, *known, 0)
         running: Task | None = None
-        fates: tuple[list[Task], list[Task]] = [], []
+        begun_tasks: list[Task] = []
+        others: list[Task] = []
         for task in self.take_in_flight():
             if task.position <= last_begun:
                 running = task
             # A malformed message may have been the answer of any task sent before.
             has_begun = task.position <= max(last_begun, self.suspect_position)
-            fates[not has_begun].append(task)
-        return Fates(*fates, running)
+            (begun_tasks if has_begun else others).append(task)
+        return Fates(begun_tasks, others, running)
 
     def take_in_flight(self) -> list[Task]:
         """Remove all tasks from flight and return them."""

@@ -9,10 +9,11 @@ To be read in this order: task_state.py, with the states of a task and what chan
 file; assignment.py, for which drone gets which of the queued tasks; drone_record.py, for what a
 drone takes, and what a dead one had begun.
 
-Nothing here sends, waits, settles a promise or looks at a clock. Each method is an event; it
+Nothing here sends, waits, settles a promise or looks at a clock. Each public method is an event; it
 changes the state and gives `do` the actions that follow, in order: the dispatcher carries them out,
-and a test lists them. Only the loop's thread calls the methods. Any thread may read, and may add to
-`awaiting_inputs`.
+and a test lists them. No action comes back here before the event is over: a promise that is
+cancelled, for example, is `cancelled` later. Only the loop's thread calls the methods. Any thread
+may read, and may add to `awaiting_inputs`.
 """
 
 from __future__ import annotations
@@ -37,14 +38,16 @@ _MAX_UNSWEPT_DELAYS = 64
 
 
 class Fail(NamedTuple):
-    """Reject a task that was run, or could not be."""
+    """Reject a task: it was run, or its drone or the pool has ended before that."""
 
     task: Task
     error: BaseException
 
 
 class Refuse(NamedTuple):
-    """Reject a task that was not begun. To make the error may run code of users."""
+    """Reject a task that has found no queue, or whose kept values are lost. To make the error may
+    run code of users.
+    """
 
     task: Task
     make_error: Callable[[], BaseException]
@@ -102,14 +105,16 @@ class PoolState:
         self._order = count()
         self._cancelled_since_sweep = 0
         self.closing = False  # no more tasks come
-        self.has_cancelled = False  # tasks that no drone has begun were cancelled at the end
+        self.has_cancelled = False  # at the end all tasks were cancelled, or all but the running
         self.abandoned = False  # all drones are being killed
         self.broken: BaseException | None = None  # why no drone can run any task
 
     # -- tasks come, and come back -----------------------------------------------------------------
 
-    def queued(self, task: Task, now: float) -> None:
-        """Queue `task`, which counts as queued: it comes from the inbox, or was parked."""
+    def arrived(self, task: Task, now: float) -> None:
+        """Queue `task`, which comes from the inbox, or was parked. `Assignment.enter_queue` has
+        counted it.
+        """
         # Read once: if the task is cancelled, another thread may clear the payload.
         payload = task.payload
         if type(payload) is PayloadWithRefs:
@@ -127,7 +132,7 @@ class PoolState:
         self.parked.discard(task)
         self.delayed.pop(task, None)
         self.assignment.enter_queue(task)
-        self.queued(task, now)
+        self.arrived(task, now)
 
     def returned(self, tasks: list[Task], now: float) -> None:
         """Put tasks that were not begun back into their queues, in the same order, before other
@@ -143,7 +148,7 @@ class PoolState:
                 self.failed(task, task.overrun, now)
                 continue
             task.sending = None
-            if task.promise.done():  # by a thread that may have taken the task for begun
+            if task.promise.done():  # cancelled, while it was with the drone
                 task.payload = b""
                 self._freed(task)
                 continue
@@ -157,7 +162,7 @@ class PoolState:
         self._place(task, now, first)
 
     def _place(self, task: Task, now: float, first: bool = False) -> None:
-        """Put `task`, which counts as queued, into its queue."""
+        """Put `task`, which `Assignment.enter_queue` has counted, into its queue."""
         if self.broken is not None:
             self.refused(task, partial(copy_error, self.broken))
         elif self.abandoned:
@@ -202,8 +207,8 @@ class PoolState:
         """Queue the tasks again that may be retried; reject the others with copies of `error`.
 
         A task may be retried if `may_retry` is true, the task has `retries` left and no target
-        drone, and the pool's tasks were not cancelled. A task with a `Retry` is queued after a
-        delay.
+        drone, and the pool's tasks were not cancelled. One with a `Retry` is treated as one that
+        has `failed` with the error.
         """
         again = []
         for task in tasks:
@@ -253,8 +258,10 @@ class PoolState:
     def drone_died(
         self, drone: DroneRecord, fates: Fates, error: BaseException, now: float
     ) -> None:
-        """Handle the death of a drone: what it had begun is lost with `error`, unless it may run
-        again. The rest runs elsewhere, except tasks for this drone only.
+        """Handle the death of a drone, which is `DEAD` by now: what it had begun is lost with
+        `error`, unless it may run again. The rest runs elsewhere, except tasks for this drone only.
+        Those without retries that are in a queue as this pool closes find another drone: as long as
+        a task is queued, dead drones are replaced. `drone_ended` comes next.
         """
         own = [task for task in fates.not_begun if task.target is not None]
         own += self.assignment.take_dedicated(drone)
@@ -270,11 +277,11 @@ class PoolState:
     def drone_ended(self, drone: DroneRecord, error: BaseException, now: float) -> None:
         """Forget a drone. Tasks that only this drone may run are rejected with `error`."""
         self.lost(self.assignment.take_dedicated(drone), error, now, may_retry=False)
-        self.preference_ended(drone, now)
+        self.drone_retires(drone, now)
         self.assignment.remove(drone)
 
-    def preference_ended(self, drone: DroneRecord, now: float) -> None:
-        """Queue the tasks elsewhere that prefer `drone`, which takes no more."""
+    def drone_retires(self, drone: DroneRecord, now: float) -> None:
+        """Queue the tasks elsewhere that prefer `drone`, which takes no more of them."""
         for task in self.assignment.take_preferring(drone):
             task.preferred_drone = None
             self.resumed(task, now)
@@ -307,10 +314,8 @@ class PoolState:
             self._cancelled_since_sweep = 0
             self.assignment.drop_settled()
 
-    def drone_closed(self, drone: DroneRecord, others: Iterable[Task]) -> None:
-        """Cancel the tasks that only `drone` may run, some of which are among `others`, which are
-        in no queue.
-        """
+    def drone_released(self, drone: DroneRecord, others: Iterable[Task]) -> None:
+        """Cancel the tasks that only `drone` may run: queued, in flight, or among `others`."""
         in_flight = reversed(drone.in_flight.values())
         for task in [*self.assignment.tasks_of(drone), *others, *in_flight]:
             if task.target is drone:
@@ -337,9 +342,7 @@ class PoolState:
                         self._do(Cancel(task))
 
     def abandon(self, unsettled: Iterable[Task]) -> None:
-        """Cancel all tasks that no drone has. Those with drones are lost, for which the caller
-        kills the drones.
-        """
+        """Cancel all tasks that no drone has. The caller kills the drones: so theirs are lost."""
         self.closing = self.abandoned = True
         with_drones: list[Task] = []
         for drone in self.assignment.drones:
@@ -367,7 +370,9 @@ class PoolState:
             self.assignment.leave_queue(task)
 
     def unanswered(self, unsettled: Iterable[Task], others: Iterable[Task]) -> list[Task]:
-        """Return those that are not among `others`, nor about to be settled by their answers."""
+        """Return those that are not among `others`, and have no answer that is about to settle
+        them. One that is parked has none: it failed, and waits for its next attempt.
+        """
         but = {*others}
         return [
             task

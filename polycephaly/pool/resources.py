@@ -77,9 +77,9 @@ class Resources:
         """
         self.reserved = None
         claimed: set[str] = set()
-        for waiting in sorted(self._heads(), key=lambda each: _place(each[0])):
+        for waiting in sorted(self._heads(), key=lambda each: _sort_key(each[0])):
             task = waiting[0]
-            if task.target is None and queue and _place(queue[0]) < _place(task):
+            if task.target is None and queue and _sort_key(queue[0]) < _sort_key(task):
                 continue
             names = {name for name, _ in task.resources}
             drone = find_taker(task)
@@ -104,6 +104,6 @@ class Resources:
         return [*self.queues.values()]
 
 
-def _place(task: Task) -> tuple[int, int]:
+def _sort_key(task: Task) -> tuple[int, int]:
     """Return the sort key among the tasks of several queues: priority, then order of the calls."""
     return -task.priority, task.call_number

@@ -215,7 +215,7 @@ class Supervisor:
             if len(handle.in_flight) > 1:
                 handle.send(pack_numbers(RECALL))
             self._directory.evacuate(handle)
-            self._dispatcher.state.preference_ended(handle, self._now())
+            self._dispatcher.state.drone_retires(handle, self._now())
         elif handle.state < State.READY and handle.has_waiting_tasks():
             handle.retire_when_ready = True  # after it is ready, because it has dedicated tasks
         elif handle.state < State.READY:

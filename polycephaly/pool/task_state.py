@@ -15,11 +15,12 @@ validation.py.
                                                     WAITING
     LEASED    with a joined host (leases.py)        answered: ENDING; returned: QUEUED
     DELAYED   in `delayed`, with its time           its time has come: QUEUED
-    ENDING    nowhere: its promise is about to be   a `Retry` allows another attempt: DELAYED or
-              settled                               QUEUED
+    ENDING    nowhere: its promise is settled, or   its drone has not begun it, or `retries` allow
+              about to be                           another attempt: DELAYED or QUEUED
 
 A call begins as INBOUND or WAITING. From each state, a task that is cancelled, or that has no drone
-or pool any more, comes to ENDING. Only the loop's thread changes a state.
+or pool any more, comes to ENDING; one that is SENT when its drone has stopped it. Only the loop's
+thread changes a state.
 """
 
 from __future__ import annotations
