@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import compress
 from operator import not_
@@ -68,18 +69,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    switching, lines = item.config.getoption("--switches"), item.config.getoption("--lines")
-    if switching is lines is None:
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    # The pools of fixtures too: a thread or drone has the tracer that was there when it began.
+    with _line_tracer(item, told=True):
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    switching = item.config.getoption("--switches")
+    if switching is None:
+        with _line_tracer(item):
+            return (yield)
     import switches
 
-    if switching is None:
-        # Of one test, all seeds differ by an even number: `--lines` chooses the kind of tracer.
-        with switches.at_lines(lines + 2 * crc32(item.nodeid.encode())):
-            return (yield)
     with switches.at_random(crc32(f"{switching} {item.nodeid}".encode())):
         return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    with _line_tracer(item):
+        return (yield)
+
+
+def _line_tracer(item: pytest.Item, told: bool = False) -> AbstractContextManager[None]:
+    lines = item.config.getoption("--lines")
+    if lines is None or item.config.getoption("--switches") is not None:
+        return nullcontext()
+    from line_tracer import at_lines
+
+    # Of one test, all seeds differ by an even number: `--lines` chooses the kind of tracer.
+    seed = lines + 2 * crc32(item.nodeid.encode())
+    if told:  # where the test fails; not printed, because a test may look at what is
+        item.add_report_section("setup", "by the line tracer", f"seed {seed}\n")
+    return at_lines(seed)
 
 
 @pytest.hookimpl(tryfirst=True)

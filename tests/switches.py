@@ -16,8 +16,7 @@ stopped: the rest comes after the second.
 
 `at_random` is for all other tests: `pytest --switches 7` forces switches in whatever they run, at
 random places (but in `test_profile.py`: a profile and this both set the switch interval).
-`at_lines` is for tests with the mark `tracer`: `pytest -m tracer --lines 7` has a line tracer sleep
-now and then."""
+line_tracer.py is for tests with the mark `tracer`."""
 
 import _thread
 import dis
@@ -270,66 +269,3 @@ def at_random(seed: int) -> Iterator[None]:
         sys.settrace(before)
         threading.settrace(before)  # type: ignore[arg-type]  # None is what there was
         sys.setswitchinterval(interval)
-
-
-@contextmanager
-def at_lines(seed: int) -> Iterator[None]:
-    """All threads, and the processes that are forked meanwhile, are under a line tracer, as of a
-    debugger or of coverage, which sleeps up to 200 us at one line of the package in a hundred. From
-    CPython 3.12 on, that is `sys.monitoring` for even seeds."""
-    random = Random(seed)
-
-    def pause() -> None:
-        if random.random() < 0.01:
-            sleep(random.random() * 200e-6)
-
-    print(f"line tracer, seed {seed}")
-    if sys.version_info >= (3, 12) and seed % 2 == 0:
-        with _monitoring(pause):
-            yield
-    else:
-        with _tracing(pause):
-            yield
-
-
-@contextmanager
-def _tracing(pause: Callable[[], None]) -> Iterator[None]:
-    def traced(frame: FrameType, event: str, arg: object) -> Any:
-        if event == "call":
-            return traced if frame.f_code.co_filename.startswith(PACKAGE) else None
-        if event == "line":
-            pause()
-        return traced
-
-    traced.__code__ = traced.__code__.replace(co_filename=f"{PACKAGE}switches.py")
-    before = sys.gettrace()
-    threading.settrace(traced)
-    sys.settrace(traced)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-        threading.settrace(before)  # type: ignore[arg-type]  # None is what there was
-
-
-@contextmanager
-def _monitoring(pause: Callable[[], None]) -> Iterator[None]:
-    monitoring: Any = sys.monitoring  # type: ignore[attr-defined]  # from CPython 3.12 on
-
-    def on_line(code: CodeType, line: int) -> Any:
-        if not code.co_filename.startswith(PACKAGE):
-            return monitoring.DISABLE
-        pause()
-        return None
-
-    on_line.__code__ = on_line.__code__.replace(co_filename=f"{PACKAGE}switches.py")
-    tool = monitoring.COVERAGE_ID
-    monitoring.use_tool_id(tool, "line tracer of the tests")
-    monitoring.register_callback(tool, monitoring.events.LINE, on_line)
-    monitoring.set_events(tool, monitoring.events.LINE)
-    try:
-        yield
-    finally:
-        monitoring.set_events(tool, monitoring.events.NO_EVENTS)
-        monitoring.register_callback(tool, monitoring.events.LINE, None)
-        monitoring.free_tool_id(tool)
