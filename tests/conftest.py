@@ -470,7 +470,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             tier = tiers.tier_of(item)
             item.add_marker(tier)
             shows_guarantee = item.get_closest_marker("guarantee") is not None
-            if tier != "script" and shows_guarantee and item.get_closest_marker("timed") is None:
+            left = tier == "script" or item.get_closest_marker("timed") is not None
+            if shows_guarantee and not (left or tiers.has_tracer(item.function)):
                 item.add_marker("tracer")
         if (
             getattr(item, "callspec", None) is None

@@ -66,6 +66,14 @@ def tier_of(test: pytest.Function) -> str:
     return _tier_of(test.function, *fixtures)
 
 
+@cache
+def has_tracer(fn: Callable[..., Any]) -> bool:
+    """Return whether the test `fn` has a tracer of its own: that of `switches.meet`. Two tracers
+    crash CPython 3.12.1, where one switches on and off the bytecodes of a function that the other
+    is in."""
+    return any((each.__module__, each.__name__) == ("switches", "meet") for each in _reached([fn]))
+
+
 @cache  # of the many cases of a test
 def _tier_of(*fns: Callable[..., Any]) -> str:
     tier = "unit"
