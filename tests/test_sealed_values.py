@@ -22,7 +22,7 @@ import polycephaly as poly
 from polycephaly import green
 from polycephaly.promises import builder_threads
 from polycephaly.promises.builder_threads import MAX_THREADS
-from polycephaly.promises.promise import WhenOpened
+from polycephaly.promises.promise import WhenOpened, request_opening
 from polycephaly.runtime.fork_guard import OwnThread
 
 HERE = os.getpid()
@@ -314,6 +314,27 @@ def test_a_cancelled_wait_for_a_value_leaves_it_to_others(pool, held):
 
     promise = pool.promise(Value, "held")
     assert asyncio.run(main()).name == "held" and BUILT == ["held"]
+
+
+def test_who_asks_while_another_thread_is_asking_has_nothing_built_twice(pool, held, monkeypatch):
+    def add_and_stop(call):
+        is_added = add(call)
+        if threading.current_thread() is asker:
+            assert has_asked.wait(60)
+        return is_added
+
+    promise = settled(pool.promise(Value, "held"))
+    add, has_asked = builder_threads.builder_threads.add, threading.Event()
+    monkeypatch.setattr(builder_threads.builder_threads, "add", add_and_stop)
+    asker = threading.Thread(target=promise.result, args=(60,))
+    asker.start()
+    assert held.entered.wait(60)
+    opened = request_opening(promise._result)
+    held.let_go.set()
+    opened.result(60)
+    has_asked.set()
+    asker.join()
+    assert promise.result().name == "held" and BUILT == ["held"]
 
 
 def test_callbacks_build_what_they_need_in_their_own_thread(pool, held, tmp_path):

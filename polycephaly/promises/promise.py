@@ -1057,6 +1057,10 @@ def request_opening(sealed: Sealed) -> Promise[None]:
 def _open_for_others(sealed: Sealed, opened: Promise[None]) -> None:
     generation, error = forked.generation, None
     try:
+        # The thread that asked may not have come to it yet, and another would ask anew, so that the
+        # value was built twice.
+        if sealed.request is None or sealed.request[0] != generation:
+            sealed.request = generation, opened
         try:
             sealed.open()
         except BaseException as raised:
