@@ -239,6 +239,15 @@ def class_setstate() -> Callable[[type, Any], type]:
     return setstate
 
 
+def free_class_numbers_in_child() -> None:
+    """Make the lock of cloudpickle's numbers free in each forked child: another thread may hold it
+    at the fork, and the child would wait for ever with the first class that is sent by value.
+    """
+    from cloudpickle import cloudpickle
+
+    renew_in_child(cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK)
+
+
 def class_number(made: object) -> str:
     """Return the text by which cloudpickle knows a class or type variable in all processes."""
     from cloudpickle import cloudpickle

@@ -11,12 +11,15 @@ import sys
 import threading
 from types import ModuleType
 
+import cloudpickle
 import pytest
 from faults import wait_for
 from scripts import output_of, run_script
 
 import polycephaly as poly
 from polycephaly import _compat
+from polycephaly.promises import promise
+from polycephaly.promises.opener_thread import settling_threads
 from polycephaly.runtime import fork_guard
 from polycephaly.runtime.tuning import tuning
 
@@ -262,6 +265,79 @@ def test_a_lock_held_by_another_thread_at_the_fork_is_the_users_affair_but_ours_
         print("done")
     """)
     assert done.stdout == "done\n", done.stderr
+
+
+def own_class():
+    """A value, and an error, of classes that only this call has: they travel by value."""
+
+    class Own(Exception):
+        pass
+
+    return Own("of its own"), Own
+
+
+def raises_own():
+    raise own_class()[0]
+
+
+@pytest.mark.guarantee("wire-3")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_drone_sends_classes_though_another_thread_was_numbering_one_at_the_fork():
+    def hold():
+        with cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK:
+            held.set()
+            let_go.wait(60)
+
+    poly.doit(own_class)  # this process knows classes by value from here on
+    held, let_go = threading.Event(), threading.Event()
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(60)
+    with poly.Pool(1, start="fork") as pool:
+        let_go.set()
+        holder.join()
+        value, kind = pool.promise(own_class).result(60)
+        assert type(value) is kind
+
+
+@pytest.mark.guarantee("wire-3")
+def test_forks_beside_a_thread_that_opens_many_values_leave_their_drones_whole():
+    with poly.Pool(1) as busy:
+        for _ in range(8):
+            failing = [busy.promise(raises_own) for _ in range(100)]
+            failing[0].exception(60)  # the opener is at it
+            with poly.Pool(1, start="fork") as pool:
+                value, kind = pool.promise(own_class).result(60)
+                assert type(value) is kind
+                assert type(pool.promise(raises_own).exception(60)).__name__ == "Own"
+            assert {type(each.exception(60)).__name__ for each in failing} == {"Own"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_child_has_nothing_of_the_parents_threads_by_their_ids():
+    """A thread that it starts may have one of these."""
+
+    def write(_):
+        writing.set()
+        let_go.wait(60)
+
+    tables = (promise.waiting_threads, promise.wait_hooks, promise.settling_owners)
+    writing, let_go, never = threading.Event(), threading.Event(), poly.Promise()
+    waiter = threading.Thread(target=lambda: never.exception(60))
+    waiter.start()
+    with poly.Pool(1, output=write) as pool:
+        pool.promise(print, "a line")
+        assert writing.wait(60)
+        wait_for(lambda: waiter.ident in promise.waiting_threads)
+        assert promise.wait_hooks and settling_threads
+        child = os.fork()
+        if child == 0:
+            os._exit(any(tables) or bool(settling_threads))
+        _, status = os.waitpid(child, 0)
+        let_go.set()
+    never.set_result(None)
+    waiter.join()
+    assert status == 0
 
 
 @pytest.mark.slow

@@ -529,7 +529,6 @@ class Scheduler:
         self.live = set()
         self.current, self.owner, self.driver = None, 0, None
         self.drivers.clear()
-        promise.waiting_threads.clear()
         self.transport = None
         self.native_calls = self.external_waits = 0
 

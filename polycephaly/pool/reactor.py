@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from ..promises import promise as promises
 from ..promises.event_loop import EventLoop
-from ..promises.opener_thread import is_settling_thread, settling_threads
+from ..promises.opener_thread import is_settling_thread
 from ..promises.promise import Signal
 from ..runtime import fork_guard
 from ..runtime.deferred_sigint import end_by_sigint
@@ -146,7 +146,6 @@ def _forget_reactor() -> None:
     global _reactor, _dying, _ending_thread
     _reactor = _dying = _ending_thread = None
     promises.holds_reactor_lock = None
-    settling_threads.clear()
 
 
 os.register_at_fork(after_in_child=_forget_reactor)

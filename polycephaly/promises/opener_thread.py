@@ -48,9 +48,20 @@ class OpenerThread(LazyThread):
         forked.exit_if_forked(self._generation, sys.exception())
 
 
+# A fork does not wait for this thread, wherever it is, because nothing of it is in the child:
+#   - its queue and lock, with a call that was taken and not made, are those of an object that the
+#     child has no more; what they were for belongs to a pool of the parent;
+#   - of `settling_threads` and the other tables by thread, a child clears all (promise.py), because
+#     a thread of its own may get the id of this one;
+#   - a value that is half built has not been stored: the child builds it anew (sealed.py);
+#   - the lock under which a class gets its number is made free (wire/by_value.py), and a class
+#     that has its number, but not all its attributes, gets these with the next value of it;
+#   - a module that is being imported is waited for (`fork_guard.wait_for_imports`).
+# So only what users' code holds stays held, as with any thread of theirs.
 def _renew_in_child() -> None:
     global opener_thread
     opener_thread = OpenerThread()
+    settling_threads.clear()
 
 
 opener_thread = OpenerThread()

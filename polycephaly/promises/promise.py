@@ -156,10 +156,12 @@ waiters_to_wake: dict[int, list[Any]] = {}
 """By `get_ident()` of the threads of loops: locks that the thread releases before it sleeps. The
 threads that wait for these need the interpreter, too, which the loop's thread holds until then.
 """
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=waiters_to_wake.clear)
 wait_hooks: dict[int, Callable[[], object]] = {}
 """By `get_ident()` of some threads: what each calls when it begins to wait for a promise."""
+if hasattr(os, "register_at_fork"):
+    # A thread that a forked child starts may have the id of one of the parent's.
+    for _of_threads in (waiting_threads, settling_owners, waiters_to_wake, wait_hooks):
+        os.register_at_fork(after_in_child=_of_threads.clear)
 
 
 class Handle:

@@ -24,6 +24,7 @@ from .._compat import (
     class_number,
     class_of_number,
     class_setstate,
+    free_class_numbers_in_child,
     function_setstate,
     number_class,
     reduce_code,
@@ -320,3 +321,6 @@ class _Main:
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return main_namespace, ()
+
+
+free_class_numbers_in_child()
