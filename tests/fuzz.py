@@ -189,7 +189,7 @@ def work_messages(store: Store, ref_table: RefTable, first: int = UNLIKELY) -> l
         define.add(number, kind, 0, payload)
     define.add(first, CALL, abs_, pickle.dumps((-1,), 5))
     calls = TaskBatch()
-    calls.add_calls(abs_, [first + 1], [(-2,)])
+    calls.add(first + 1, CALL, abs_, pickle.dumps((-2,), 5))
     calls.add_calls(abs_, [first + i for i in range(9)], [(-i,) for i in range(9)])
     calls.add_calls(
         pow_,

@@ -139,11 +139,14 @@ class FakeReactor(FakeTime):
     # -- what crews use ----------------------------------------------------------------------------
 
     def call_later(self, seconds, act):
+        return self.call_at(self.now + seconds, act)
+
+    def call_at(self, when, act):
         at, count = self._set_now
         count = count + 1 if at == self.now else 1
         self._set_now = self.now, count
         assert count < 1000, f"it would never end: {act}"
-        return self.timers.set(self.now + seconds, act)
+        return self.timers.set(when, act)
 
     def post(self, act):
         self._inbox.append(act)

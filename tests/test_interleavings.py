@@ -11,17 +11,20 @@ import pytest
 from faults import PackedSlowly, append, wait_for
 
 import polycephaly as poly
+from polycephaly.drone.console import OutputTail
 from polycephaly.drone.executor import DroneExecutor
 from polycephaly.drone.overlap import Overlap
+from polycephaly.drone.result_buffer import ResultBuffer
 from polycephaly.drone.sigterm import Sigterm
 from polycephaly.drone.slices import MAX_MARKED_CALLS, SliceRun
+from polycephaly.drone.store import DroneStore
 from polycephaly.engines.local.drone import ControlThread
 from polycephaly.pool import task as work
 from polycephaly.pool.handlers import _handle_special_outcome
 from polycephaly.pool.interfaces import TaskRunner
 from polycephaly.runtime import fork_guard
 from polycephaly.runtime.tuning import tuning
-from polycephaly.wire.messages import CANCEL, SPLIT, pack_numbers
+from polycephaly.wire.messages import CANCEL, EVENT_LOG, SPLIT, VALUE, pack_numbers, unpack_outcomes
 from polycephaly.wire.slices import (
     ENDED,
     FAILED,
@@ -337,3 +340,26 @@ def test_the_cut_of_a_slice_that_is_heard_twice_answers_nothing_again():
             )[0]
             is heard
         )
+
+
+def test_an_outcome_is_not_sent_before_the_events_of_its_task():
+    """The main thread notes both while the control thread packs the events of before."""
+
+    class Events:
+        def __init__(self):
+            self.left = [b"first"]
+
+        def pop_packed(self):
+            packed = b"".join(self.left)
+            self.left.clear()
+            if packed == b"first":
+                self.left.append(b"last")
+                buffer.add(7, VALUE, 0.0, 1.0, b"")
+            return packed
+
+    page = SimpleNamespace(keep=lambda entry: True)
+    references = SimpleNamespace(returned=False)
+    buffer = ResultBuffer(page, None, None, references, OutputTail(), DroneStore("drone"), Events())
+    first, second = (unpack_outcomes(buffer.take_message()) for _ in range(2))
+    assert [(each[1], each[4]) for each in first] == [(EVENT_LOG, b"first")]
+    assert [(each[1], each[4]) for each in second] == [(EVENT_LOG, b"last"), (VALUE, b"")]

@@ -14,6 +14,7 @@ import polycephaly as poly
 from polycephaly.errors import DroneDied
 from polycephaly.pool.interfaces import TaskOptions
 from polycephaly.pool.pool_state import MAX_UNSWEPT_TASKS
+from polycephaly.pool.reactor import Reactor
 from polycephaly.pool.retry import Retry
 from polycephaly.pool.task import Recipe, Task
 from polycephaly.promises.promise import Promise
@@ -525,3 +526,11 @@ def test_cancelled_tasks_do_not_pile_up_behind_those_that_wait(reactor, where):
     )
     assert sum(map(len, queues)) < len(waiting) + 1.5 * MAX_UNSWEPT_TASKS
     assert end_all(dispatcher) == [0, 1, 2]
+
+
+def test_each_pool_gets_the_time_of_its_own_turn():
+    """That of another one may take long: time limits count from when a task is sent."""
+    now, turns = iter([1.0, 2.0]), []
+    pools = [Mock(take_turn=turns.append), Mock(take_turn=turns.append)]
+    Reactor._run_tenants(SimpleNamespace(tenants=pools, timers=Mock(now=lambda: next(now))))
+    assert turns == [1.0, 2.0]

@@ -12,6 +12,7 @@ nothing that had not begun is lost, unless its drone or the pool has gone; every
 Each fault of `FAULTS` is planted by hand, and found."""
 
 import random
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from polycephaly.pool.pool_state import (
     Freed,
     Interrupt,
     PoolState,
+    Refuse,
     Restarted,
     SetTimer,
 )
@@ -964,6 +966,26 @@ def test_a_drone_that_is_reserved_and_gets_a_task_of_its_own_is_reserved_no_more
     assert sent_to(assignment) == [(first, own)] and assignment.resources.reserved is second
     second.remove_in_flight(1)
     assert sent_to(assignment) == [(second, scarce)]
+
+
+def test_a_cancelled_task_that_would_run_again_in_a_day_is_not_kept():
+    state = PoolState(assignment_of(1), lambda action: None)
+    task = FakeTask(1, function(), retries=1, retry=True)
+    state.failed(task, ValueError("once"), 0.0)
+    assert task in state.delayed
+    task.promise._state = FINISHED
+    state.cancelled(task)
+    gone = weakref.ref(task)
+    del task
+    assert gone() is None
+
+
+def test_a_task_that_is_refused_in_the_middle_of_a_choice_stops_no_drone_there():
+    actions = []
+    state = PoolState(assignment_of(1), actions.append)
+    (drone,) = state.assignment.drones
+    state.refused(FakeTask(1, function(), target=drone), lambda: LookupError())
+    assert [type(action) for action in actions] == [Refuse]
 
 
 # -- the cost of a step ----------------------------------------------------------------------------

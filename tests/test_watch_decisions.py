@@ -238,6 +238,20 @@ def test_one_with_a_beat_is_felt_only_for_its_waits(reactor, waits, monkeypatch)
     assert handle.unresponsive == WHY
 
 
+def test_one_whose_main_thread_computes_is_not_felt_for_its_waits(reactor, monkeypatch):
+    handle, _ = busy(reactor, report_waiting=60.0)
+    handle.did, computes = "started 1", True
+    monkeypatch.setattr(handle, "beat", lambda: reactor.now)
+    monkeypatch.setattr(handle, "main_seconds", lambda: reactor.now if computes else 1.0)
+    reactor.pass_(10 * 60 + FIRST)
+    assert handle.felt == about(FIRST, FIRST + 15)
+    computes = False
+    reactor.pass_(60 - A_MOMENT)
+    assert not handle.got(FRAMES) and len(handle.felt) > 2
+    reactor.pass_(15)  # since it was last seen to compute
+    assert handle.got(FRAMES)
+
+
 def test_one_that_is_quiet_is_given_nothing_till_it_has_a_pulse_again(reactor, caplog):
     handle, running = busy(reactor)
     handle.dispatcher.registry.define(sleep).record_duration(

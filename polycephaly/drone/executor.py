@@ -1,6 +1,6 @@
 """Receive tasks in batches, run them in the main thread of a drone, and send the outcomes.
 
-    WORK ── _on_work ──> _todo ──main thread: _run──> _outcomes ── _flush ──> RESULTS
+    WORK ── _on_work ──> _todo ──main thread: _run_next──> _outcomes ── _flush ──> RESULTS
       RECALL: returns the tasks in _todo      CANCEL: withdraws, or interrupts
 
 The drone of each engine is a `DroneExecutor` that receives and sends in its own way, and has a

@@ -211,15 +211,15 @@ class ResultBuffer:
         """Return a message with all outcomes and returned references; empty if there are none."""
         entries: list[bytes] = []
         large: list[bytes] = []
+        # Before the events: the main thread adds those of a task, and then its outcome.
+        taken = self._entries[:]
+        del self._entries[: len(taken)]
         events = self._events.pop_packed()
         if events:
             entries.append(pack_outcome(0, EVENT_LOG, 0.0, 0.0, events, b""))
-        taken = self._entries[:]
-        if taken:
-            del self._entries[: len(taken)]
-            for entry, beside in taken:
-                entries.append(entry)
-                large += beside
+        for entry, beside in taken:
+            entries.append(entry)
+            large += beside
         if self._ref_table.returned:
             for number in self._ref_table.take_returned():
                 entries.append(pack_outcome(number, RANGE_RELEASED, 0.0, 0.0, b"", b""))

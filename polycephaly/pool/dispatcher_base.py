@@ -181,11 +181,9 @@ class DispatcherBase(TaskRunner, Tenant):
             case Freed(drone):
                 self.stop_if_retired(drone)
             case SetTimer(when):
-                timers = self.reactor.timers
                 if self._delay_timer is not None:
-                    timers.cancel(self._delay_timer)
-                self._delay_timer = timers.set(when, partial(self.run_guarded, self._on_due))
-                self._delay_timer.owner = self
+                    self.reactor.timers.cancel(self._delay_timer)
+                self._delay_timer = self.call_at(when, self._on_due)
 
     def profile(self, handle: DroneHandle) -> None:
         """Have a drone that is up sample its tasks, if a profile is being taken."""

@@ -180,6 +180,12 @@ class DroneHandle(DroneRecord):
         """
         return None
 
+    def main_seconds(self) -> float | None:
+        """Return for how many seconds the main thread has run. None if that is no sign of activity,
+        or not known.
+        """
+        return None
+
     def children_activity(self) -> object:
         """Return the same kind of value for the processes that the drone has started."""
 

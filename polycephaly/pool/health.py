@@ -72,8 +72,13 @@ class _ActivityTracker:
         """Return whether `beat` has changed: then nothing else needs to be looked at."""
         if beat is None or beat == self._beat:
             return False
-        self._beat, self._heartbeat, self._since, self._threads = beat, _UNKNOWN, now, None
+        self._beat = beat
+        self.note_activity(now)
         return True
+
+    def note_activity(self, now: float) -> None:
+        """Note another sign than the heartbeat, which is compared from the next look on."""
+        self._heartbeat, self._since, self._threads = _UNKNOWN, now, None
 
     def inactive_seconds(self, now: float, heartbeat: object, threads: Times) -> float:
         """Return the seconds since `heartbeat` has changed or one of `threads` has computed."""
@@ -102,13 +107,24 @@ class _WaitTracker:
     whether or not this process looked meanwhile.
     """
 
-    __slots__ = ("_children", "_own", "next_look", "request")
+    __slots__ = ("_children", "_main_seconds", "_own", "next_look", "request")
 
     def __init__(self, now: float) -> None:
         self.next_look = now
+        self._main_seconds: float | None = None
         self._own = _ActivityTracker(now)
         self._children = _ActivityTracker(now)
         self.request: StackRequest | None = None  # for its frames
+
+    def is_computing(self, now: float, main_seconds: float | None) -> bool:
+        """Return whether the main thread has run since the last call, which is all that needs to be
+        known of a drone for which no wait was noted.
+        """
+        before, self._main_seconds = self._main_seconds, main_seconds
+        if self.request is not None or before is None or main_seconds in (None, before):
+            return False
+        self._own.note_activity(now)
+        return True
 
     def seconds(
         self, now: float, activity: tuple[object, Times], children_activity: Callable[[], object]
@@ -158,22 +174,24 @@ class HealthMonitor:
                 tracker.restart_at(now - self._stall_seconds if stalled else now)
         self._checked_at = now
         monitored: set[DroneHandle | Spawner] = set()
-        for handle in [each for each in self._dispatcher.handles if each.alive]:
-            if self._config.max_memory is not None and handle.pid is not None:
-                self._check_memory(handle, self._config.max_memory)
+        max_memory = self._config.max_memory
+        for handle in [*self._dispatcher.handles]:
+            if not handle.alive:
+                continue
+            if max_memory is not None and handle.pid is not None:
+                self._check_memory(handle, max_memory)
             may_end = handle.is_killed or handle.unresponsive or handle.state is State.STOPPING
-            if handle.spawner is not None and (handle.pid is None or may_end):
+            if (may_end or handle.pid is None) and handle.spawner is not None:
                 monitored.add(handle.spawner)  # the zygote starts the drone and reports its end
             if _should_be_active(handle):
                 monitored.add(handle)
+            elif handle.unresponsive is not None:
+                # It may have answered while this process did not run.
+                self._mark_responsive(handle)
         for gone in self._trackers.keys() - monitored:
             del self._trackers[gone]
         for handle in [handle for handle in self._wait_trackers if handle not in monitored]:
             self._end_wait(handle)
-        # Some drones may have answered while this process did not run.
-        for handle in self._dispatcher.handles:
-            if handle.unresponsive is not None and handle not in monitored:
-                self._mark_responsive(handle)
         for process in monitored:
             known = self._trackers.get(process)
             tracker = known or self._trackers.setdefault(process, _ActivityTracker(now))
@@ -192,7 +210,11 @@ class HealthMonitor:
         report_waiting, wait = self._config.report_waiting, self._wait_trackers.get(handle)
         looks_for_wait = report_waiting is not None and (wait is None or now >= wait.next_look)
         inactive = 0.0
-        # The files of /proc take 12 us for each thread, and most drones have a beat.
+        # The files of /proc take 12 us for each thread, and most drones have a beat, or compute in
+        # their main threads.
+        if looks_for_wait and wait is not None and wait.is_computing(now, handle.main_seconds()):
+            wait.next_look = now + (report_waiting or 0.0) / LOOKS_PER_WAIT
+            looks_for_wait = False
         if looks_for_wait or not tracker.has_beaten(now, handle.beat()):
             heartbeat, threads = handle.heartbeat()
             if looks_for_wait and report_waiting is not None:

@@ -1,19 +1,19 @@
 """What becomes of the tasks of one pool: after each event, where each task is, and what is to be
 done about it.
 
-    queued, returned, due ──> a queue ──assignment.py──> SENT ──> answered
+    arrived, returned, due ──> a queue ──assignment.py──> SENT ──> answered
     failed, lost ──> a queue again, at once or when it is `due`, or `Fail`
-    cancelled ──> `Interrupt`, or dropped        closed, abandoned, broken ──> `Cancel`, `Fail`
+    cancelled ──> `Interrupt`, or dropped        close, abandon, broke ──> `Cancel`, `Fail`
 
 To be read in this order: task_state.py, with the states of a task and what changes them; this
 file; assignment.py, for which drone gets which of the queued tasks; drone_record.py, for what a
 drone takes, and what a dead one had begun.
 
-Nothing here sends, waits, settles a promise or looks at a clock. Each public method is an event; it
-changes the state and gives `do` the actions that follow, in order: the dispatcher carries them out,
-and a test lists them. No action comes back here before the event is over: a promise that is
+Nothing here sends, waits, settles a promise or looks at a clock. A method is called for each event;
+it changes the state and gives `do` the actions that follow, in order: the dispatcher carries them
+out, and a test lists them. No action comes back here before the event is over: a promise that is
 cancelled, for example, is `cancelled` later. Only the loop's thread calls the methods. Any thread
-may read, and may add to `awaiting_inputs`.
+may read, and may change `awaiting_inputs`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Freed(NamedTuple):
 
 
 class SetTimer(NamedTuple):
-    """Have `due` called at this time."""
+    """Have `due` called at this time, in place of the one before."""
 
     when: float
 
@@ -100,12 +100,14 @@ class PoolState:
         # Tasks that wait for kept values or another attempt, or are leased to another process. They
         # may be in `awaiting_inputs` too, until `Dispatcher.on_inputs_ready` returns.
         self.parked: set[Task] = set()
-        self.delayed: dict[Task, float] = {}  # those of `parked` that run again, and when
-        self._delays: list[tuple[float, int, Task]] = []  # a heap, with some that are over
+        # Those of `parked` that run again: each with when, the order of the failures, and the task.
+        self.delayed: dict[Task, list[Any]] = {}
+        self._delays: list[list[Any]] = []  # a heap of these; of one that is over, without the task
         self._order = count()
         self._cancelled_since_sweep = 0
         self.closing = False  # no more tasks come
-        self.has_cancelled = False  # at the end all tasks were cancelled, or all but the running
+        # At the end all tasks were cancelled, or all but those that were running.
+        self.has_cancelled = False
         self.abandoned = False  # all drones are being killed
         self.broken: BaseException | None = None  # why no drone can run any task
 
@@ -178,7 +180,6 @@ class PoolState:
         self.assignment.leave_queue(task)
         task.payload = b""
         self._do(Refuse(task, make_error))
-        self._freed(task)
 
     def _freed(self, task: Task) -> None:
         if task.target is not None:
@@ -231,24 +232,26 @@ class PoolState:
         self.returned(again, now)
 
     def _delay(self, task: Task, when: float) -> None:
-        self.delayed[task] = when
-        heappush(self._delays, (when, next(self._order), task))
-        if self._delays[0][2] is task:
+        entry = self.delayed[task] = [when, next(self._order), task]
+        heappush(self._delays, entry)
+        if self._delays[0] is entry:
             self._do(SetTimer(when))
 
     def _end_delay(self, task: Task) -> None:
-        if self.delayed.pop(task, None) is None:
+        entry = self.delayed.pop(task, None)
+        if entry is None:
             return
+        entry[2] = None  # the delay may be long
         if len(self._delays) > _MAX_UNSWEPT_DELAYS + 2 * len(self.delayed):
-            self._delays = [each for each in self._delays if self.delayed.get(each[2]) == each[0]]
+            self._delays = [each for each in self._delays if each[2] is not None]
             heapify(self._delays)
 
     def due(self, now: float) -> None:
         """Queue the tasks again whose delays are over."""
         delays = self._delays
         while delays and delays[0][0] <= now:
-            when, _, task = heappop(delays)
-            if self.delayed.get(task) == when:
+            task = heappop(delays)[2]
+            if task is not None:
                 self.resumed(task, now)
         if delays:
             self._do(SetTimer(delays[0][0]))
@@ -260,8 +263,8 @@ class PoolState:
     ) -> None:
         """Handle the death of a drone, which is `DEAD` by now: what it had begun is lost with
         `error`, unless it may run again. The rest runs elsewhere, except tasks for this drone only.
-        Those without retries that are in a queue as this pool closes find another drone: as long as
-        a task is queued, dead drones are replaced. `drone_ended` comes next.
+        A pool that is closing replaces its drones, too, while tasks are queued. `drone_ended` comes
+        next.
         """
         own = [task for task in fates.not_begun if task.target is not None]
         own += self.assignment.take_dedicated(drone)
@@ -396,10 +399,9 @@ class PoolState:
 
     def validate(self) -> None:
         """Raise `AssertionError` if a task that waits here is not in the state for that."""
-        for task, when in self.delayed.items():
+        for task, entry in self.delayed.items():
             if not task.promise.done():
                 assert task.state is DELAYED, f"{task.number} is {task.state.name}, and delayed"
                 assert task in self.parked, f"{task.number} is delayed, and not parked"
-                assert any(each[0] == when and each[2] is task for each in self._delays), (
-                    f"{task.number} is delayed, and has no time"
-                )
+                is_due = any(each is entry for each in self._delays) and entry[2] is task
+                assert is_due, f"{task.number} is delayed, and has no time"

@@ -94,7 +94,11 @@ class Tenant:
         """Have `callback` called after `seconds`, under the lock, unless this tenant has ended by
         then. An error breaks the pool.
         """
-        timer = self.reactor.call_later(seconds, partial(self.run_guarded, callback, *args))
+        return self.call_at(self.reactor.timers.now() + seconds, callback, *args)
+
+    def call_at(self, when: float, callback: Callable[..., object], *args: Any) -> Timer:
+        """Do as `call_later`, at a time of the reactor's timers."""
+        timer = self.reactor.call_at(when, partial(self.run_guarded, callback, *args))
         timer.owner = self
         return timer
 
@@ -237,10 +241,9 @@ class Reactor(EventLoop):
     # -- the reactor's thread ----------------------------------------------------------------------
 
     def _run_tenants(self) -> None:
-        now = self.timers.now()
         for tenant in self.tenants[:]:
             try:
-                tenant.take_turn(now)
+                tenant.take_turn(self.timers.now())  # the turn of one before may have taken long
             except Exception as error:
                 tenant.fail(error)
 

@@ -19,8 +19,8 @@ validation.py.
               about to be                           another attempt: DELAYED or QUEUED
 
 A call begins as INBOUND or WAITING. From each state, a task that is cancelled, or that has no drone
-or pool any more, comes to ENDING; one that is SENT when its drone has stopped it. Only the loop's
-thread changes a state.
+or pool any more, comes to ENDING; one that is SENT only when its drone has stopped it. Only the
+loop's thread changes a state.
 """
 
 from __future__ import annotations

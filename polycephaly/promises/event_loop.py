@@ -251,7 +251,10 @@ class EventLoop:
         return self._gate.is_full() and not self._gate.holds(monotonic())
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
-        timer = self.timers.after(seconds, partial(self._call_guarded, callback))
+        return self.call_at(self.timers.now() + seconds, callback)
+
+    def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
+        timer = self.timers.set(when, partial(self._call_guarded, callback))
         self.wake()  # a sleeping thread does not know of this timer
         return timer
 

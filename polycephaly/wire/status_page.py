@@ -74,6 +74,10 @@ class StatusPage:
         """Return the results that were done and are not yet known to be sent."""
         return bytes(self._buffer[: self.cells[_KEPT]])
 
+    def signs_of_life(self) -> bytes:
+        """Return what changes while the drone lives: `started`, `answered`, `kept` and `beats`."""
+        return self.cells[: _BEATS + 1].tobytes()
+
     # -- for the drone -----------------------------------------------------------------------------
 
     def mark_started(self, number: int) -> None:

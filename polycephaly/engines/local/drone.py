@@ -1,6 +1,6 @@
 """The main function of a local drone, and its connection to the controller.
 
-    reactor ──WORK──> socket ──> _todo ──main thread: _run──> _outcomes ──RESULTS──> reactor
+    reactor ──WORK──> socket ──> _todo ──main thread: _run_next──> _outcomes ──RESULTS──> reactor
                          └──> control thread: receives while the main thread is busy
 
 The main thread reads the socket itself while it is idle or between tasks, so a short task crosses

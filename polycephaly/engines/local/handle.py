@@ -118,8 +118,7 @@ class LocalHandle(DroneHandle):
     # -- state of the drone ------------------------------------------------------------------------
 
     def beat(self) -> object:
-        page = self.status_page
-        return page.started, page.answered, page.beats
+        return self.status_page.signs_of_life()
 
     def heartbeat(self) -> tuple[object, Times]:
         assert self.pid is not None
@@ -151,6 +150,11 @@ class LocalHandle(DroneHandle):
         if steps:
             return (*done, steps), others
         return (*done, {thread: ran for thread, (ran, _) in others.items()}), {}
+
+    def main_seconds(self) -> float | None:
+        if self.pid is None or self.status_page.steps:
+            return None
+        return processor_times(self.pid, str(self.pid))[0]
 
     def children_activity(self) -> object:
         assert self.pid is not None
