@@ -164,7 +164,7 @@ class TaskPromise(Promise[T]):
     ) -> bool:
         is_ours = True  # also if a hook raises
         try:
-            is_ours = Promise._settle(self, state, result, exception, unless_running)
+            is_ours = super()._settle(state, result, exception, unless_running)
             return is_ours
         finally:
             if is_ours and self._state in HAS_OUTCOME:  # else `_withdraw` comes
