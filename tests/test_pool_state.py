@@ -29,6 +29,7 @@ from polycephaly.pool.pool_state import (
     Freed,
     Interrupt,
     PoolState,
+    Recall,
     Refuse,
     Restarted,
     SetTimer,
@@ -111,6 +112,8 @@ class Walk:
         self.attempts = Counter()  # how often a task has begun, with what another process has run
         self.earliest = {}  # when a task may begin that has failed
         self.interrupted = set()
+        self.recalled = []  # drones that are to give back what they have not begun
+        self.stuck = {}  # since when a drone has tasks that an idle one could run
         self.dead = None  # a drone
         self.is_cancelled = False  # nothing runs again
         self.places = {}  # of tasks that were returned: with which others, and where among them
@@ -132,10 +135,13 @@ class Walk:
 
     def go_on(self):
         """Each drone does its part: everything ends."""
+        self.note_actions()
         self.now += DELAY
         self.look_at_timer()
         while self.leased:
             self.end_lease()
+        while self.recalled:
+            self.recall()
         for drone in [*self.assignment.drones]:
             drone.note_response(None)
             retires = drone.state is State.RETIRING and not drone.in_flight
@@ -161,11 +167,12 @@ class Walk:
         if self.timer is not None and self.timer <= self.now:
             self.timer = None
             self.state.due(self.now)
+            self.note_actions()
             self.note_queued()
 
-    def note_actions(self, since=0):
+    def note_actions(self):
         """At once, what a timer or a handle does; the rest, with promises, comes later."""
-        for action in self.actions[since:]:
+        for action in self.actions:
             match action:
                 case SetTimer(when):
                     assert when >= self.now
@@ -174,11 +181,14 @@ class Walk:
                     assert number == task.number - 10_000
                     self.earliest[task] = self.now + DELAY
                     self.move(task)
+                case Recall(drone):
+                    assert drone not in self.recalled
+                    self.recalled.append(drone)
                 case Interrupt(drone, task):
                     assert task in self.sent and self.sent[task] is drone
                     self.interrupted.add(task)
-        at_once = SetTimer, Restarted, Interrupt, Freed
-        self.actions[since:] = [each for each in self.actions[since:] if type(each) not in at_once]
+        at_once = SetTimer, Restarted, Interrupt, Recall, Freed
+        self.actions[:] = [each for each in self.actions if type(each) not in at_once]
 
     def carry_out(self, count):
         self.note_actions()
@@ -293,6 +303,7 @@ class Walk:
 
     def answer_one(self, drone, task):
         drone.tasks_done += 1
+        drone.last_contact_at = self.now
         drone.highest_answered = max(drone.highest_answered, task.position)
         del self.sent[task]
         self.interrupted.discard(task)
@@ -322,17 +333,16 @@ class Walk:
             self.interrupted.add(task)
 
     def recall(self):
-        """The loop takes the crowded drones, and one of them gives back what has not begun."""
-        self.assignment.update()
-        for drone in self.assignment.take_crowded():
-            if self.choose(2):
-                back = [drone.remove_in_flight(number) for number in [*drone.in_flight][1:]]
-                for task in back:
-                    del self.sent[task]
-                self.note_returned(back)
-                self.state.returned(back, self.now)
-                self.note_queued()
-                self.assignment.note_recalled(drone)
+        """A drone that was told to gives back what it has not begun."""
+        drone = self.recalled.pop() if self.recalled else None
+        if drone is not None and drone.alive:
+            numbers = [*drone.in_flight][1:]
+            back = [drone.in_flight[number] for number in numbers]
+            for task in back:
+                del self.sent[task]
+            self.note_returned(back)
+            self.state.recalled(drone, numbers, self.now)
+            self.note_queued()
 
     def die(self, drone=None):
         drones = self.assignment.drones
@@ -400,6 +410,7 @@ class Walk:
         )
 
     def wait(self):
+        self.note_actions()
         self.now += DELAY * (1 + self.choose(4)) / 4
         self.look_at_timer()
 
@@ -469,8 +480,11 @@ class Walk:
             drone.validate()
         self.assignment.validate()
         self.assignment.validate_idle()
+        if self.assignment.is_any_idle() and not self.assignment.queue:
+            self.state.turn_over(self.now)
         self.state.validate()
         self.check_that_none_waits_in_vain()
+        self.check_that_none_is_stuck()
 
     def check_that_none_runs_again(self, tasks):
         for task in tasks:
@@ -543,6 +557,22 @@ class Walk:
                     is_before = other.priority >= task.priority
                 is_before = is_before and other not in self.was_moved
                 assert not is_before, f"{task.number} overtakes {other.number}"
+
+    def check_that_none_is_stuck(self):
+        """Behind a task that runs, while another drone is idle."""
+        is_free = self.assignment.is_any_idle() and not self.assignment.queue
+        told = {each.drone for each in self.actions if isinstance(each, Recall)}
+        stuck = {}
+        for drone in self.assignment.drones if is_free else ():
+            count = len(drone.in_flight) - drone.overlapping
+            if drone.state is State.READY and count > 1 and drone not in {*self.recalled, *told}:
+                key = drone, drone.last_contact_at
+                stuck[key] = self.stuck.get(key, self.now)
+                seconds = self.now - stuck[key]
+                assert seconds < 3 * tuning.batch_seconds, (
+                    f"{drone.name} has been stuck for {seconds}"
+                )
+        self.stuck = stuck
 
     def check_that_none_waits_in_vain(self):
         assignment = self.assignment
@@ -801,11 +831,12 @@ def only_the_first_delay_has_a_timer(plant):
 
 
 def delays_are_too_short(plant):
-    def delay(self, task, when):
-        right(self, task, when - DELAY / 2)
+    def call(self, when, method, *args):
+        early = DELAY / 2 if method == self.resumed else 0.0
+        return right(self, when - early, method, *args)
 
-    right = PoolState._delay
-    plant(PoolState, "_delay", delay)
+    right = PoolState._call_at
+    plant(PoolState, "_call_at", call)
 
 
 def a_task_waits_for_a_drone_that_is_dead(plant):
@@ -860,7 +891,26 @@ def a_lease_that_ends_is_forgotten(plant):
     plant(leases, "requeue_unstarted", forget)
 
 
+def one_that_is_stuck_is_not_recalled(plant):
+    def turn_over(self, now):
+        for drone in self.assignment.take_crowded():
+            self.assignment.note_recalled(drone)
+
+    plant(PoolState, "turn_over", turn_over)
+
+
+def what_a_drone_gives_back_is_forgotten(plant):
+    def recalled(self, drone, numbers, now):
+        self.assignment.note_recalled(drone)
+        for number in numbers:
+            drone.remove_in_flight(number)
+
+    plant(PoolState, "recalled", recalled)
+
+
 FAULTS = [
+    one_that_is_stuck_is_not_recalled,
+    what_a_drone_gives_back_is_forgotten,
     what_had_begun_runs_again,
     what_had_not_begun_is_lost,
     retries_are_not_counted,

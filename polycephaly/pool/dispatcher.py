@@ -40,9 +40,8 @@ from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.hidden import Hidden
 from ..runtime.prompt import running_cell
 from ..runtime.signal_handlers import is_of_signal_handler
-from ..runtime.tuning import tuning
 from ..wire.functions import RemoteFunction
-from ..wire.messages import CANCEL, DEFINE_CODE, RECALL, pack_numbers
+from ..wire.messages import CANCEL, DEFINE_CODE, pack_numbers
 from ..wire.placeholders import PayloadWithRefs
 from ..wire.slices import FAILED, RUNNING
 from .assignment import Send
@@ -525,7 +524,7 @@ class Dispatcher(DispatcherBase):
         self.wants_tasks = idle or (self.config.width > 1 and assignment.could_overlap())
         if idle and not assignment.queue:
             if assignment.crowded:
-                self._watch_crowded()
+                self.state.turn_over(now)
             if assignment.preferring:
                 self.locality.rebalance(now)
 
@@ -537,29 +536,8 @@ class Dispatcher(DispatcherBase):
         if handle.overlapping or batch[0].timeout is not None:
             self.cancellation.set_deadlines(handle, batch, now)
 
-    def _watch_crowded(self) -> None:
-        """Recall the tasks that wait behind a busy drone, which an idle one could run, unless it
-        answers soon.
-        """
-        for handle in self.assignment.take_crowded():
-            seconds = 2 * tuning.batch_seconds
-            self.call_later(seconds, self._recall_if_stuck, handle, handle.last_contact_at)
-
-    def _recall_if_stuck(self, handle: DroneHandle, last_contact_at: float) -> None:
-        if (
-            handle.state is State.READY
-            and len(handle.in_flight) > 1
-            and handle.last_contact_at == last_contact_at
-            and not self.assignment.queue
-        ):
-            handle.send(pack_numbers(RECALL))  # pending until the drone answers
-        else:
-            self.assignment.note_recalled(handle)
-
     def requeue_returned(self, handle: DroneHandle, numbers: tuple[int, ...]) -> None:
-        self.assignment.note_recalled(handle)
-        returned = map(handle.remove_in_flight, numbers)
-        self.requeue([task for task in returned if task is not None])
+        self.state.recalled(handle, numbers, self.reactor.timers.now())
         self.after_answer(handle)
 
     def split(self, handle: DroneHandle, task: Slice, done: int, rest: int, state: int) -> None:

@@ -20,7 +20,7 @@ from ..errors import copy_error
 from ..promises.promise import Promise, Signal, fulfill, reject
 from ..runtime.timers import Timer
 from ..wire.exceptions import describe_error, message_of
-from ..wire.messages import PROFILE
+from ..wire.messages import PROFILE, RECALL, pack_numbers
 from ..wire.output import Listener
 from .assignment import Assignment, Send
 from .config import PoolConfig
@@ -33,6 +33,7 @@ from .pool_state import (
     Freed,
     Interrupt,
     PoolState,
+    Recall,
     Refuse,
     Restarted,
     SetTimer,
@@ -174,6 +175,8 @@ class DispatcherBase(TaskRunner, Tenant):
                 deliver(task.promise.cancel)
             case Interrupt(drone, task):
                 self.interrupt_task(drone, task)
+            case Recall(drone):
+                drone.send(pack_numbers(RECALL))
             case Restarted(number=number):
                 address = address_of_frames(self, number)
                 if address is not None:

@@ -3,6 +3,7 @@ done about it.
 
     arrived, returned, due ──> a queue ──assignment.py──> SENT ──> answered
     failed, lost ──> a queue again, at once or when it is `due`, or `Fail`
+    a drone is stuck ──> `Recall` ──recalled──> a queue
     cancelled ──> `Interrupt`, or dropped        close, abandon, broke ──> `Cancel`, `Fail`
 
 To be read in this order: task_state.py, with the states of a task and what changes them; this
@@ -25,6 +26,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from ..errors import copy_error
+from ..runtime.tuning import tuning
 from ..wire.placeholders import PayloadWithRefs
 from .assignment import Assignment
 from .drone_record import DroneRecord, Fates
@@ -34,7 +36,10 @@ from .task_state import DELAYED, ENDING, LEASED, QUEUED
 
 MAX_UNSWEPT_TASKS = 1000
 """Cancelled tasks that may stay in queues that are shorter than that."""
-_MAX_UNSWEPT_DELAYS = 64
+_MAX_UNSWEPT_TIMERS = 64
+_Entry = list[Any]
+"""What is to be done at a time: the time, a number, by which no two are alike, the method and its
+arguments. Those that are over have None in place of the last two."""
 
 
 class Fail(NamedTuple):
@@ -66,6 +71,12 @@ class Interrupt(NamedTuple):
     task: Task
 
 
+class Recall(NamedTuple):
+    """Have a drone give back what it has not begun."""
+
+    drone: Any
+
+
 class Restarted(NamedTuple):
     """A task has a new number. What is kept of the attempt with the old one is of no use."""
 
@@ -85,7 +96,7 @@ class SetTimer(NamedTuple):
     when: float
 
 
-Action = Fail | Refuse | Cancel | Interrupt | Restarted | Freed | SetTimer
+Action = Fail | Refuse | Cancel | Interrupt | Recall | Restarted | Freed | SetTimer
 
 
 class PoolState:
@@ -100,10 +111,10 @@ class PoolState:
         # Tasks that wait for kept values or another attempt, or are leased to another process. They
         # may be in `awaiting_inputs` too, until `Dispatcher.on_inputs_ready` returns.
         self.parked: set[Task] = set()
-        # Those of `parked` that run again: each with when, the order of the failures, and the task.
-        self.delayed: dict[Task, list[Any]] = {}
-        self._delays: list[list[Any]] = []  # a heap of these; of one that is over, without the task
+        self.delayed: dict[Task, _Entry] = {}  # those of `parked` that run again
+        self._timers: list[_Entry] = []  # a heap
         self._order = count()
+        self._timers_over = 0  # that are in the heap
         self._cancelled_since_sweep = 0
         self.closing = False  # no more tasks come
         # At the end all tasks were cancelled, or all but those that were running.
@@ -202,7 +213,7 @@ class PoolState:
             task.start_over()
             task.state = DELAYED
             self.parked.add(task)
-            self._delay(task, now + delay)
+            self.delayed[task] = self._call_at(now + delay, self.resumed, task)
 
     def lost(self, tasks: list[Task], error: BaseException, now: float, *, may_retry: bool) -> None:
         """Queue the tasks again that may be retried; reject the others with copies of `error`.
@@ -231,30 +242,64 @@ class PoolState:
                 self._do(Fail(task, copy_error(error)))
         self.returned(again, now)
 
-    def _delay(self, task: Task, when: float) -> None:
-        entry = self.delayed[task] = [when, next(self._order), task]
-        heappush(self._delays, entry)
-        if self._delays[0] is entry:
-            self._do(SetTimer(when))
-
     def _end_delay(self, task: Task) -> None:
         entry = self.delayed.pop(task, None)
         if entry is None:
             return
-        entry[2] = None  # the delay may be long
-        if len(self._delays) > _MAX_UNSWEPT_DELAYS + 2 * len(self.delayed):
-            self._delays = [each for each in self._delays if each[2] is not None]
-            heapify(self._delays)
+        entry[2:] = None, ()  # the delay may be long
+        self._timers_over += 1
+        if self._timers_over > _MAX_UNSWEPT_TIMERS and self._timers_over * 2 > len(self._timers):
+            self._timers = [each for each in self._timers if each[2] is not None]
+            heapify(self._timers)
+            self._timers_over = 0
+
+    # -- time --------------------------------------------------------------------------------------
+
+    def _call_at(self, when: float, method: Callable[..., None], *args: Any) -> _Entry:
+        """Call ``method(*args, now)`` at that time."""
+        entry = [when, next(self._order), method, args]
+        heappush(self._timers, entry)
+        if self._timers[0] is entry:
+            self._do(SetTimer(when))
+        return entry
 
     def due(self, now: float) -> None:
-        """Queue the tasks again whose delays are over."""
-        delays = self._delays
-        while delays and delays[0][0] <= now:
-            task = heappop(delays)[2]
-            if task is not None:
-                self.resumed(task, now)
-        if delays:
-            self._do(SetTimer(delays[0][0]))
+        """Do what is to be done by now."""
+        while self._timers and self._timers[0][0] <= now:
+            _, _, method, args = heappop(self._timers)
+            if method is None:
+                self._timers_over -= 1
+            else:
+                method(*args, now)
+        if self._timers:
+            self._do(SetTimer(self._timers[0][0]))
+
+    # -- drones that are stuck ---------------------------------------------------------------------
+
+    def turn_over(self, now: float) -> None:
+        """Note that the queue is empty while a drone is idle: have what waits behind the running
+        task of another one recalled, unless that answers soon.
+        """
+        for drone in self.assignment.take_crowded():
+            seconds = 2 * tuning.batch_seconds
+            self._call_at(now + seconds, self._recall_if_stuck, drone, drone.last_contact_at)
+
+    def _recall_if_stuck(self, drone: DroneRecord, last_contact_at: float, now: float) -> None:
+        if (
+            drone.state is State.READY
+            and len(drone.in_flight) > 1
+            and drone.last_contact_at == last_contact_at
+            and not self.assignment.queue
+        ):
+            self._do(Recall(drone))  # pending until the drone answers
+        else:
+            self.assignment.note_recalled(drone)
+
+    def recalled(self, drone: DroneRecord, numbers: Iterable[int], now: float) -> None:
+        """Queue the tasks again that a drone has given back."""
+        self.assignment.note_recalled(drone)
+        returned = map(drone.remove_in_flight, numbers)
+        self.returned([task for task in returned if task is not None], now)
 
     # -- drones end --------------------------------------------------------------------------------
 
@@ -356,8 +401,8 @@ class PoolState:
                 task.state = ENDING
         self.awaiting_inputs.clear()
         self.parked.clear()
-        self.delayed.clear()
-        self._delays.clear()
+        for task in [*self.delayed]:
+            self._end_delay(task)
 
     def broke(self, error: BaseException, unsettled: Iterable[Task], now: float) -> None:
         """Reject all tasks with `error`, because no drone can run any."""
@@ -403,5 +448,7 @@ class PoolState:
             if not task.promise.done():
                 assert task.state is DELAYED, f"{task.number} is {task.state.name}, and delayed"
                 assert task in self.parked, f"{task.number} is delayed, and not parked"
-                is_due = any(each is entry for each in self._delays) and entry[2] is task
+                is_due = any(each is entry for each in self._timers) and entry[3] == (task,)
                 assert is_due, f"{task.number} is delayed, and has no time"
+        over = sum(each[2] is None for each in self._timers)
+        assert over == self._timers_over, f"{over}, not {self._timers_over}, timers are over"
