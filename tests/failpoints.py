@@ -130,6 +130,7 @@ ONCE = {
     "zygote ends everything", "drone is tied to its parent", "drone enters the arena",
     "drone is hatched", "drone opens its console", "drone sends its logs home", "drone is made",
     "drone makes its control thread", "drone serves", "drone closes",
+    "drone tells what it gives back",
 }  # fmt: skip
 """Where no process comes a third time, or not in every run."""
 

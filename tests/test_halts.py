@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from in_time import A_MOMENT, about, dispatcher_of, give, overlapped
 
-from polycephaly.pool.cancellation import GRACE_STEPS, STACK_SECONDS
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import State
+from polycephaly.pool.limits import GRACE_STEPS, STACK_SECONDS
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import CANCEL, FRAMES, pack_frames
 

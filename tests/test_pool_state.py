@@ -23,17 +23,8 @@ from polycephaly.pool import leases
 from polycephaly.pool.assignment import Assignment
 from polycephaly.pool.drone_record import DroneRecord
 from polycephaly.pool.interfaces import State
-from polycephaly.pool.pool_state import (
-    Cancel,
-    Fail,
-    Freed,
-    Interrupt,
-    PoolState,
-    Recall,
-    Refuse,
-    Restarted,
-    SetTimer,
-)
+from polycephaly.pool.limits import Interrupt, Kill, Limits, Look, LookAt, TimeOut
+from polycephaly.pool.pool_state import Cancel, Fail, PoolState, Recall, Refuse, Restarted, SetTimer
 from polycephaly.pool.queues import insert_in_order
 from polycephaly.pool.resources import Resources
 from polycephaly.pool.task_state import ENDING, INBOUND, QUEUED
@@ -61,7 +52,7 @@ class FakeTask:
     args, payload, keeps, count, weight = (1,), b"", False, 1, assignments.Task.weight
     target = preferred_drone = sending = timeout = retry = overrun = answer = lost_call = None
     preferred_since, position, resources, priority, retries = 0.0, 0, (), 0, 0
-    recompute_payload, runs_elsewhere = None, False
+    recompute_payload, runs_elsewhere, timed_out, label = None, False, False, "a call"
 
     def __init__(self, number, definition, **options):
         self.number = self.call_number = number
@@ -86,7 +77,7 @@ class FakeTask:
 
 
 def function(seconds=None, overlaps=False):
-    return SimpleNamespace(seconds=seconds, overlaps=overlaps, captures=False)
+    return SimpleNamespace(seconds=seconds, overlaps=overlaps, captures=False, label="a call")
 
 
 class Walk:
@@ -98,8 +89,8 @@ class Walk:
         self.assignment = Assignment(self.width, self.max_tasks, SIZES)
         self.assignment.runs_one_at_a_time = not self.choose(6)
         self.assignment.prepare = None  # no task takes kept values
-        self.actions = []  # that are not carried out yet
-        self.state = PoolState(self.assignment, self.actions.append)
+        self.new, self.actions = [], []  # those that are not noted yet, and not carried out
+        self.state = PoolState(self.assignment, self.new.append)
         self.functions = [function(1e-4), function(tuning.batch_seconds), function()]
         self.functions += [function(1e-5, overlaps=True)] * (self.width > 1)
         self.numbers = iter(range(1, 10_000))
@@ -111,7 +102,8 @@ class Walk:
         self.leased = []  # those that another process has
         self.attempts = Counter()  # how often a task has begun, with what another process has run
         self.earliest = {}  # when a task may begin that has failed
-        self.interrupted = set()
+        self.interrupted = {}  # since when
+        self.looks, self.debugged, self.was_debugged = [], set(), set()
         self.recalled = []  # drones that are to give back what they have not begun
         self.stuck = {}  # since when a drone has tasks that an idle one could run
         self.dead = None  # a drone
@@ -145,8 +137,9 @@ class Walk:
         for drone in [*self.assignment.drones]:
             drone.note_response(None)
             retires = drone.state is State.RETIRING and not drone.in_flight
-            if drone.is_killed or drone.hung or (retires and not self.assignment.tasks_of(drone)):
+            if drone.is_killed or (retires and not self.assignment.tasks_of(drone)):
                 self.die(drone)
+        self.debugged.clear()
         if not (self.taking() or self.state.abandoned):
             self.start()
         self.answer()
@@ -155,8 +148,10 @@ class Walk:
         self.now += self.choose(3) / 100
         self.look_at_timer()
         acts = [self.submit] * 10 + [self.answer] * 10 + [self.cancel, self.recall, self.die] * 2
-        acts += [self.start, self.pause, self.kill, self.retire, self.hang] * 2
-        acts += [self.expire, self.lease, self.end_lease, self.end] + [self.wait] * 4
+        acts += [self.start, self.pause, self.kill, self.retire] * 2
+        acts += (
+            [self.hang] * 2 + [self.debug, self.lease, self.end_lease, self.end] + [self.wait] * 4
+        )
         acts[self.choose(len(acts))]()
         self.assign()
         self.carry_out(self.choose(1 + len(self.actions)))
@@ -168,11 +163,14 @@ class Walk:
             self.timer = None
             self.state.due(self.now)
             self.note_actions()
+            self.look()
             self.note_queued()
+        self.check_limits()
 
     def note_actions(self):
         """At once, what a timer or a handle does; the rest, with promises, comes later."""
-        for action in self.actions:
+        new, self.new[:] = [*self.new], []
+        for action in new:
             match action:
                 case SetTimer(when):
                     assert when >= self.now
@@ -186,9 +184,18 @@ class Walk:
                     self.recalled.append(drone)
                 case Interrupt(drone, task):
                     assert task in self.sent and self.sent[task] is drone
-                    self.interrupted.add(task)
-        at_once = SetTimer, Restarted, Interrupt, Recall, Freed
-        self.actions[:] = [each for each in self.actions if type(each) not in at_once]
+                    self.interrupted.setdefault(task, self.now)
+                case TimeOut(drone, task):
+                    assert drone not in self.debugged
+                    assert self.now >= task.sending.at + task.timeout and task.timed_out
+                    self.actions.append(action)
+                case Kill(drone):
+                    self.check_kill(drone)
+                    drone.note_kill("")
+                case Look() | LookAt():
+                    self.looks.append(action)
+                case Fail() | Refuse() | Cancel():
+                    self.actions.append(action)
 
     def carry_out(self, count):
         self.note_actions()
@@ -223,7 +230,7 @@ class Walk:
 
     def cancel_one(self, task):
         self.settle(task)
-        self.state.cancelled(task)
+        self.state.cancelled(task, self.now)
         self.note_actions()
         assert task not in self.sent or task in self.interrupted
 
@@ -288,7 +295,9 @@ class Walk:
         busy = [drone for drone in self.assignment.drones if drone.in_flight]
         if busy:
             drone = busy[self.choose(len(busy))]
-            numbers = [*drone.in_flight]
+            numbers = self.ready(drone)
+            if not numbers:
+                return
             at = self.choose(len(numbers)) if drone.overlapping else 0
             if not drone.overlapping and not self.choose(2):
                 numbers = numbers[: 1 + self.choose(len(numbers))]
@@ -301,12 +310,24 @@ class Walk:
             if is_done and not drone.in_flight:
                 self.retire(drone)
 
+    def ready(self, drone):
+        """The numbers of the tasks that can end: not those that ignore an interrupt, nor what waits
+        behind one.
+        """
+        numbers = []
+        for number, task in drone.in_flight.items():
+            if not (task in self.interrupted and task.number % 3 == 0):
+                numbers.append(number)
+            elif not drone.overlapping:
+                break
+        return numbers
+
     def answer_one(self, drone, task):
         drone.tasks_done += 1
         drone.last_contact_at = self.now
         drone.highest_answered = max(drone.highest_answered, task.position)
         del self.sent[task]
-        self.interrupted.discard(task)
+        self.interrupted.pop(task, None)
         if task.definition.seconds is None and not self.choose(3):
             task.definition.seconds = 1e-4
         self.begins(task)
@@ -319,18 +340,6 @@ class Walk:
             task.answer = True
             self.settle(task)
         self.note_queued()
-
-    def expire(self):
-        """A time limit ends a task, which runs again when its drone has stopped it."""
-        limited = [task for task in self.sent if task.timeout and not task.promise.done()]
-        if limited:
-            task = limited[self.choose(len(limited))]
-            error = TimeoutError("it ran for too long")
-            if task.next_delay(error) is None:
-                self.actions.append(Fail(task, error))
-            else:
-                task.overrun = error
-            self.interrupted.add(task)
 
     def recall(self):
         """A drone that was told to gives back what it has not begun."""
@@ -350,6 +359,7 @@ class Walk:
             drone = drone or drones[self.choose(len(drones))]
             in_flight = [*drone.in_flight.values()]
             drone.become(State.DEAD)
+            self.state.limits.drone_died(drone)
             # It has begun all up to that one. Most had begun one, or none; some had answers ready.
             count = min(len(in_flight), [1, 1, 1, 0, 2, 9][self.choose(6)])
             answered = sum(task.position <= drone.highest_answered for task in in_flight)
@@ -359,7 +369,7 @@ class Walk:
                 self.begins(task)
             for task in in_flight:
                 del self.sent[task]
-                self.interrupted.discard(task)
+                self.interrupted.pop(task, None)
             fates = drone.take_fates([begun[-1].number] if begun else [])
             assert fates.begun == begun and fates.not_begun == in_flight[count:]
             self.note_returned(fates.not_begun)
@@ -425,14 +435,14 @@ class Walk:
         elif how == 4:
             self.is_cancelled = True
             self.state.abandon([*self.unsettled])
-        elif how == 5 and not (self.state.abandoned or self.actions):
+        elif how == 5 and not (self.state.abandoned or self.actions or self.new):
             # Of what had begun, it is not known how far it was.
             for task in self.sent:
                 self.begins(task)
             self.sent.clear()
             self.is_cancelled = True
             self.state.broke(OSError("no drone can be started"), [*self.unsettled], self.now)
-            failed = {action.task for action in self.actions if isinstance(action, Fail)}
+            failed = {action.task for action in self.new if isinstance(action, Fail)}
             assert failed == {*self.unsettled}
             self.state.abandon([*self.unsettled])
         if self.state.abandoned:
@@ -464,18 +474,42 @@ class Walk:
             self.note_queued()
 
     def hang(self):
-        """An overlapped task ignores its interrupt."""
+        """An overlapped task has ignored its interrupt for all its grace."""
         drone = self.one()
         if drone is not None and drone.overlapping:
             drone.hung.add(next(iter(drone.in_flight)))
             drone.changed()
+
+    def debug(self):
+        """A drone is debugged from here on, or not any more: its limits stand still meanwhile."""
+        if (drone := self.one()) is not None:
+            self.debugged ^= {drone}
+
+    def look(self):
+        """The answers of drones were read whose time has come."""
+        while self.looks:
+            action = self.looks.pop(0)
+            drone = action.drone
+            if isinstance(action, Look):
+                self.state.limits.looked(drone, drone in self.debugged, self.now)
+            else:
+                first = next(iter(drone.in_flight), 0)
+                is_running = action.number == first or drone.overlapping > 0
+                is_holder = not self.choose(9)
+                self.state.limits.looked_at(
+                    drone, action.number, action.steps_left, is_running, is_holder, self.now
+                )
+            self.note_actions()
 
     # -- what must hold ----------------------------------------------------------------------------
 
     def assign(self):
         self.assignment.update()
         for drone, runs in self.assignment.assign(self.now):
-            self.check(drone, [task for run in runs for task in run])
+            batch = [task for run in runs for task in run]
+            self.check(drone, batch)
+            if drone.overlapping or batch[0].timeout is not None:
+                self.state.limits.sent(drone, batch, self.now)
         for drone in self.assignment.drones:
             drone.validate()
         self.assignment.validate()
@@ -491,9 +525,21 @@ class Walk:
             is_over = self.is_cancelled or task.promise.done()
             assert not is_over or task.state is ENDING, f"{task.number} is to run again"
 
+    def check_limits(self):
+        self.was_debugged |= self.debugged
+        for task, drone in self.sent.items():
+            if task.timeout and not (task.promise.done() or task in self.interrupted):
+                over = self.now - task.sending.at - task.timeout
+                assert over < 0 or drone in self.was_debugged, f"{task.number} runs for too long"
+
+    def check_kill(self, drone):
+        stopped = [task for task in drone.in_flight.values() if task in self.interrupted]
+        began = min(self.interrupted[task] for task in stopped)
+        assert self.now - began > 0.999 * tuning.grace_seconds, f"{drone.name} is killed too early"
+
     def check_error(self, action, task):
         """A task that is rejected had begun, or nothing is left that could begin it."""
-        if isinstance(action, Fail) and isinstance(action.error, TimeoutError):
+        if isinstance(action, TimeOut):
             return
         has_gone = self.state.broken is not None or self.state.abandoned
         has_gone = has_gone or (task.target is not None and task.target.state is State.DEAD)
@@ -561,7 +607,7 @@ class Walk:
     def check_that_none_is_stuck(self):
         """Behind a task that runs, while another drone is idle."""
         is_free = self.assignment.is_any_idle() and not self.assignment.queue
-        told = {each.drone for each in self.actions if isinstance(each, Recall)}
+        told = {each.drone for each in self.new if isinstance(each, Recall)}
         stuck = {}
         for drone in self.assignment.drones if is_free else ():
             count = len(drone.in_flight) - drone.overlapping
@@ -569,9 +615,9 @@ class Walk:
                 key = drone, drone.last_contact_at
                 stuck[key] = self.stuck.get(key, self.now)
                 seconds = self.now - stuck[key]
-                assert seconds < 3 * tuning.batch_seconds, (
-                    f"{drone.name} has been stuck for {seconds}"
-                )
+                # Twice the time of a check, of which the first may have found that it answers; and
+                # the time of a step for each.
+                assert seconds < 4 * tuning.batch_seconds + 0.04, f"{drone.name} is stuck"
         self.stuck = stuck
 
     def check_that_none_waits_in_vain(self):
@@ -855,9 +901,9 @@ def what_was_returned_is_turned_round(plant):
 
 
 def a_running_task_is_not_interrupted(plant):
-    def cancel(self, task):
+    def cancel(self, task, now):
         if task.handle is None or task.number not in task.handle.in_flight:
-            right(self, task)
+            right(self, task, now)
 
     right = PoolState.cancelled
     plant(PoolState, "cancelled", cancel)
@@ -908,7 +954,41 @@ def what_a_drone_gives_back_is_forgotten(plant):
     plant(PoolState, "recalled", recalled)
 
 
+def a_time_limit_is_forgotten(plant):
+    plant(Limits, "sent", lambda self, drone, batch, now: None)
+
+
+def a_time_limit_strikes_too_early(plant):
+    def sent(self, drone, batch, now):
+        right(self, drone, batch, now - 0.5)
+
+    right = Limits.sent
+    plant(Limits, "sent", sent)
+
+
+def one_that_ignores_its_interrupt_is_never_killed(plant):
+    plant(Limits, "looked_at", lambda self, *args: None)
+
+
+def the_grace_period_is_too_short(plant):
+    def begin(self, drone, number, steps_left, now):
+        right(self, drone, number, min(steps_left, 2), now)
+
+    right = Limits._begin_step
+    plant(Limits, "_begin_step", begin)
+
+
+def a_debugged_one_is_stopped(plant):
+    right = Limits.looked
+    plant(Limits, "looked", lambda self, drone, _, now: right(self, drone, False, now))
+
+
 FAULTS = [
+    a_time_limit_is_forgotten,
+    a_time_limit_strikes_too_early,
+    one_that_ignores_its_interrupt_is_never_killed,
+    the_grace_period_is_too_short,
+    a_debugged_one_is_stopped,
     one_that_is_stuck_is_not_recalled,
     what_a_drone_gives_back_is_forgotten,
     what_had_begun_runs_again,
@@ -1024,7 +1104,7 @@ def test_a_cancelled_task_that_would_run_again_in_a_day_is_not_kept():
     state.failed(task, ValueError("once"), 0.0)
     assert task in state.delayed
     task.promise._state = FINISHED
-    state.cancelled(task)
+    state.cancelled(task, 1.0)
     gone = weakref.ref(task)
     del task
     assert gone() is None

@@ -21,8 +21,8 @@ from in_time import dispatcher_of, give
 
 from polycephaly import DroneDied, Retry
 from polycephaly.engines.remote.connection import Connection
-from polycephaly.pool.cancellation import GRACE_STEPS
 from polycephaly.pool.handlers import handle_message
+from polycephaly.pool.limits import GRACE_STEPS
 from polycephaly.pool.retry import MAX_DELAY_SECONDS
 from polycephaly.pool.task_promise import facts_of
 from polycephaly.runtime.tuning import tuning

@@ -46,7 +46,6 @@ from ..wire.placeholders import PayloadWithRefs
 from ..wire.slices import FAILED, RUNNING
 from .assignment import Send
 from .backpressure import BackPressure
-from .cancellation import Cancellation
 from .config import PoolConfig
 from .directory import ObjectDirectory
 from .dispatcher_base import DispatcherBase, pool_error
@@ -119,8 +118,6 @@ class Dispatcher(DispatcherBase):
         self.stall_detector = StallDetector(self)
         limit = config.max_queued
         self.backpressure = None if limit is None else BackPressure(self, limit)
-        self.cancellation = Cancellation(self)
-        self.interrupt_task = self.cancellation.interrupt
         self.supervisor = Supervisor(self, self.directory)
         self.stop_if_retired = self.supervisor.stop_if_retired
         self.health_monitor = HealthMonitor(self, self.supervisor)
@@ -534,7 +531,7 @@ class Dispatcher(DispatcherBase):
         handle.send(handle.pack(runs), batch)
         self.schedule_health_check()
         if handle.overlapping or batch[0].timeout is not None:
-            self.cancellation.set_deadlines(handle, batch, now)
+            self.state.limits.sent(handle, batch, now)
 
     def requeue_returned(self, handle: DroneHandle, numbers: tuple[int, ...]) -> None:
         self.state.recalled(handle, numbers, self.reactor.timers.now())
@@ -657,7 +654,7 @@ class Dispatcher(DispatcherBase):
         if not task.is_withdrawn:
             task.is_withdrawn = True
             self.tasks_cancelled += task.count
-        self.state.cancelled(task)
+        self.state.cancelled(task, self.reactor.timers.now())
 
     def interrupt(self, handle: DroneHandle) -> None:
         """Interrupt the task that `handle` runs."""

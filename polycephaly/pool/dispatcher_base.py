@@ -16,31 +16,22 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from time import time
 
+from .._compat import remote_traceback_type
 from ..errors import copy_error
 from ..promises.promise import Promise, Signal, fulfill, reject
 from ..runtime.timers import Timer
 from ..wire.exceptions import describe_error, message_of
-from ..wire.messages import PROFILE, RECALL, pack_numbers
+from ..wire.messages import CANCEL, PROFILE, RECALL, pack_numbers
 from ..wire.output import Listener
 from .assignment import Assignment, Send
 from .config import PoolConfig
 from .drone_handle import DroneHandle
 from .interfaces import End, State, TaskRunner
-from .pool_state import (
-    Action,
-    Cancel,
-    Fail,
-    Freed,
-    Interrupt,
-    PoolState,
-    Recall,
-    Refuse,
-    Restarted,
-    SetTimer,
-)
+from .limits import AskFrames, Interrupt, Kill, Look, LookAt, TimeOut
+from .pool_state import Action, Cancel, Fail, Freed, PoolState, Recall, Refuse, Restarted, SetTimer
 from .reactor import Reactor, Tenant
 from .record import TraceBuffer
-from .stack_requests import StackRequests
+from .stack_requests import StackRequest, StackRequests, format_remote, frames_of
 from .task import Task, fail
 from .task_promise import address_of_frames, release_kept_frames
 
@@ -63,7 +54,6 @@ class DispatcherBase(TaskRunner, Tenant):
     queue_inbound: Callable[[], None]
     backlog: Callable[[DroneHandle | None], int]
     stop_if_retired: Callable[[DroneHandle | None], None]
-    interrupt_task: Callable[[DroneHandle, Task], None]
     schedule_health_check: Callable[[], None]
     target_size: Callable[[], int]
     break_pool: Callable[[BaseException], None]
@@ -174,9 +164,21 @@ class DispatcherBase(TaskRunner, Tenant):
             case Cancel(task):
                 deliver(task.promise.cancel)
             case Interrupt(drone, task):
-                self.interrupt_task(drone, task)
+                drone.send(pack_numbers(CANCEL, (task.number,)))
             case Recall(drone):
                 drone.send(pack_numbers(RECALL))
+            case Kill(drone, reason):
+                drone.kill(reason)
+            case AskFrames(drone, number):
+                request = drone.frame_requests[number] = StackRequest(self, drone)
+                self.stack_requests.send(request)
+            case TimeOut(drone, task, error):
+                request = drone.frame_requests.pop(task.number, None)
+                deliver(partial(_reject_with_frames, task, error, request))
+            case Look(drone):
+                self.post(self._look, drone)
+            case LookAt(drone, number, steps_left):
+                self.post(self._look_at, drone, number, steps_left)
             case Restarted(number=number):
                 address = address_of_frames(self, number)
                 if address is not None:
@@ -188,6 +190,17 @@ class DispatcherBase(TaskRunner, Tenant):
                     self.reactor.timers.cancel(self._delay_timer)
                 self._delay_timer = self.call_at(when, self._on_due)
 
+    def _look(self, drone: DroneHandle) -> None:
+        drone.receive_all()
+        is_debugged = drone.status_page.debugged != 0
+        self.state.limits.looked(drone, is_debugged, self.reactor.timers.now())
+
+    def _look_at(self, drone: DroneHandle, number: int, steps_left: int) -> None:
+        drone.receive_all()
+        is_running, is_holder = drone.is_running(number), drone.status_page.holder == number
+        now = self.reactor.timers.now()
+        self.state.limits.looked_at(drone, number, steps_left, is_running, is_holder, now)
+
     def profile(self, handle: DroneHandle) -> None:
         """Have a drone that is up sample its tasks, if a profile is being taken."""
         if self.profile_hertz:
@@ -197,6 +210,14 @@ class DispatcherBase(TaskRunner, Tenant):
     def settle_signal(self, promise: Promise[None]) -> None:
         if not promise.done():
             self.reactor.deliver(partial(fulfill, promise))
+
+
+def _reject_with_frames(task: Task, error: BaseException, request: StackRequest | None) -> None:
+    """Reject `task`, after the lock is released: reading source files takes time."""
+    frames = None if request is None else frames_of(request, task.number)
+    if frames:
+        error.__cause__ = remote_traceback_type()(format_remote(frames, error))
+    fail(task, error)
 
 
 def _fail(task: Task, error: BaseException) -> None:

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import takewhile
-from math import inf
 from pickle import dumps
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,7 +43,6 @@ from .reactor import ReactorSignal, Tenant
 from .task import Task
 
 if TYPE_CHECKING:
-    from ..runtime.timers import Timer
     from ..wire.functions import RemoteFunction
     from .waiting import Waiting
 
@@ -103,8 +101,7 @@ class DroneHandle(DroneRecord):
         self._below_task = False  # and was a frame that the task was called from
         self._release_report_scheduled = False
         self._defined = KnownFunctions(self._schedule_release_report)
-        self.timer: Timer | None = None  # checks the deadlines at `timer_at`
-        self.timer_at = inf
+        self.frame_requests: dict[int, Any] = {}  # of tasks whose time is nearly over, by number
         # The task that has waited for long enough to be reported, and where it waits.
         self.reported_wait: tuple[int, Waiting] | None = None
         self.clock_offset = 0.0  # seconds by which its clock is ahead of the controller's
@@ -262,14 +259,6 @@ class DroneHandle(DroneRecord):
         tasks = list(self.in_flight.values())
         started = self.last_started() if tasks else 0
         return next((each for each in tasks if each.number == started), tasks[0] if tasks else None)
-
-    def cancel_timer(self) -> None:
-        """Cancel the timer of the deadlines, because an earlier one takes its place, or the drone
-        has ended.
-        """
-        if self.timer is not None:
-            self.dispatcher.reactor.timers.cancel(self.timer)
-            self.timer, self.timer_at = None, inf
 
     def count_done(self, calls: int) -> None:
         """Count answered calls. Preparations do not count."""

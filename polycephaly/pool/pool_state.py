@@ -7,8 +7,9 @@ done about it.
     cancelled ──> `Interrupt`, or dropped        close, abandon, broke ──> `Cancel`, `Fail`
 
 To be read in this order: task_state.py, with the states of a task and what changes them; this
-file; assignment.py, for which drone gets which of the queued tasks; drone_record.py, for what a
-drone takes, and what a dead one had begun.
+file; limits.py, for tasks that run for too long, or were cancelled; assignment.py, for which drone
+gets which of the queued tasks; drone_record.py, for what a drone takes, and what a dead one had
+begun.
 
 Nothing here sends, waits, settles a promise or looks at a clock. A method is called for each event;
 it changes the state and gives `do` the actions that follow, in order: the dispatcher carries them
@@ -31,6 +32,7 @@ from ..wire.placeholders import PayloadWithRefs
 from .assignment import Assignment
 from .drone_record import DroneRecord, Fates
 from .interfaces import State
+from .limits import AskFrames, Interrupt, Kill, Limits, Look, LookAt, TimeOut
 from .task import Task
 from .task_state import DELAYED, ENDING, LEASED, QUEUED
 
@@ -64,17 +66,10 @@ class Cancel(NamedTuple):
     task: Task
 
 
-class Interrupt(NamedTuple):
-    """Have a drone stop a task that is cancelled."""
-
-    drone: Any  # a `DroneHandle`
-    task: Task
-
-
 class Recall(NamedTuple):
     """Have a drone give back what it has not begun."""
 
-    drone: Any
+    drone: Any  # a `DroneHandle`
 
 
 class Restarted(NamedTuple):
@@ -96,7 +91,10 @@ class SetTimer(NamedTuple):
     when: float
 
 
-Action = Fail | Refuse | Cancel | Interrupt | Recall | Restarted | Freed | SetTimer
+Action = (
+    (Fail | Refuse | Cancel | Recall | Restarted | Freed | SetTimer)
+    | (Interrupt | AskFrames | TimeOut | Kill | Look | LookAt)  # see limits.py
+)
 
 
 class PoolState:
@@ -115,6 +113,7 @@ class PoolState:
         self._timers: list[_Entry] = []  # a heap
         self._order = count()
         self._timers_over = 0  # that are in the heap
+        self.limits = Limits(do, self._call_at, self._cancel_call)
         self._cancelled_since_sweep = 0
         self.closing = False  # no more tasks come
         # At the end all tasks were cancelled, or all but those that were running.
@@ -244,14 +243,8 @@ class PoolState:
 
     def _end_delay(self, task: Task) -> None:
         entry = self.delayed.pop(task, None)
-        if entry is None:
-            return
-        entry[2:] = None, ()  # the delay may be long
-        self._timers_over += 1
-        if self._timers_over > _MAX_UNSWEPT_TIMERS and self._timers_over * 2 > len(self._timers):
-            self._timers = [each for each in self._timers if each[2] is not None]
-            heapify(self._timers)
-            self._timers_over = 0
+        if entry is not None:
+            self._cancel_call(entry)
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -262,6 +255,14 @@ class PoolState:
         if self._timers[0] is entry:
             self._do(SetTimer(when))
         return entry
+
+    def _cancel_call(self, entry: _Entry) -> None:
+        entry[2:] = None, ()  # its time may be far
+        self._timers_over += 1
+        if self._timers_over > _MAX_UNSWEPT_TIMERS and self._timers_over * 2 > len(self._timers):
+            self._timers = [each for each in self._timers if each[2] is not None]
+            heapify(self._timers)
+            self._timers_over = 0
 
     def due(self, now: float) -> None:
         """Do what is to be done by now."""
@@ -337,14 +338,14 @@ class PoolState:
 
     # -- tasks are cancelled -----------------------------------------------------------------------
 
-    def cancelled(self, task: Task) -> None:
+    def cancelled(self, task: Task, now: float) -> None:
         """Drop `task`, whose promise is cancelled, or have its drone stop it."""
         self.awaiting_inputs.discard(task)
         self.parked.discard(task)
         self._end_delay(task)
         drone = task.handle
         if drone is not None and task.number in drone.in_flight and drone.alive:
-            self._do(Interrupt(drone, task))
+            self.limits.interrupt(drone, task, now)
             return
         self.assignment.leave_queue(task)
         task.payload = b""

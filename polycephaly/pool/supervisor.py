@@ -283,7 +283,7 @@ class Supervisor:
             handle.death = _death(handle, None)
         handle.become(State.DEAD)
         # A task that was answered in time may still wait for that answer to arrive.
-        handle.cancel_timer()
+        self._dispatcher.state.limits.drone_died(handle)
         handle.print_output()
         handle.collect_last_results()
         fates = handle.take_fates((handle.last_answered(), handle.last_started()))
