@@ -38,7 +38,9 @@ def at_lines(seed: int) -> Iterator[None]:
     even seeds, and then of all threads of this process."""
     import polycephaly
 
-    package = os.path.dirname(polycephaly.__file__) + os.sep
+    # A test may have put the tree into `sys.path`, and a fresh interpreter imports from there then.
+    places = os.path.dirname(polycephaly.__file__), str(HERE.parent / "polycephaly")
+    package = tuple(place + os.sep for place in places)
     plain, before = spawn.get_command_line, sys.gettrace()
 
     def traced_command(**kwds: Any) -> list[str]:
@@ -62,8 +64,8 @@ def at_lines(seed: int) -> Iterator[None]:
                 threading.settrace(before)  # type: ignore[arg-type]  # None is what there was
 
 
-def begin(seed: int, package: str) -> None:
-    """Trace the code in the folder `package` from now on."""
+def begin(seed: int, package: tuple[str, ...]) -> None:
+    """Trace the code in the folders `package` from now on."""
     random = Random(seed).random
 
     def pause() -> None:
@@ -87,7 +89,7 @@ def begin(seed: int, package: str) -> None:
     # As if they were the package's: else `stacks` shows each thread that they stop as one that runs
     # code of the user.
     for each in (pause, traced, on_line):
-        each.__code__ = each.__code__.replace(co_filename=f"{package}line_tracer.py")
+        each.__code__ = each.__code__.replace(co_filename=f"{package[0]}line_tracer.py")
     if uses_monitoring(seed):
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]  # from CPython 3.12 on
         monitoring.use_tool_id(monitoring.COVERAGE_ID, "line tracer of the tests")

@@ -149,9 +149,8 @@ class Walk:
         self.look_at_timer()
         acts = [self.submit] * 10 + [self.answer] * 10 + [self.cancel, self.recall, self.die] * 2
         acts += [self.start, self.pause, self.kill, self.retire] * 2
-        acts += (
-            [self.hang] * 2 + [self.debug, self.lease, self.end_lease, self.end] + [self.wait] * 4
-        )
+        acts += [self.debug, self.lease, self.end_lease, self.end]
+        acts += [self.hang] * 2 + [self.wait] * 4
         acts[self.choose(len(acts))]()
         self.assign()
         self.carry_out(self.choose(1 + len(self.actions)))
