@@ -73,7 +73,7 @@ class DispatcherBase(TaskRunner, Tenant):
         self.inbound: deque[Task] = deque()
         self.assignment = Assignment(config.width, config.max_tasks, config.resources)
         self.state = PoolState(self.assignment, self._carry_out)
-        self._delay_timer: Timer | None = None  # of `state`
+        self._timer: Timer | None = None  # of `state`
         self.handles: list[DroneHandle] = self.assignment.drones
         # The first: a drone is idle, so a thread that adds a task wakes the reactor.
         self.wants_tasks = self.needs_dispatch = False
@@ -170,10 +170,10 @@ class DispatcherBase(TaskRunner, Tenant):
             case Kill(drone, reason):
                 drone.kill(reason)
             case AskFrames(drone, number):
-                request = drone.frame_requests[number] = StackRequest(self, drone)
+                request = StackRequest(self, drone)
+                drone.deadlines[number] = drone.deadlines[number][0], request
                 self.stack_requests.send(request)
-            case TimeOut(drone, task, error):
-                request = drone.frame_requests.pop(task.number, None)
+            case TimeOut(_, task, error, request):
                 deliver(partial(_reject_with_frames, task, error, request))
             case Look(drone):
                 self.post(self._look, drone)
@@ -186,9 +186,9 @@ class DispatcherBase(TaskRunner, Tenant):
             case Freed(drone):
                 self.stop_if_retired(drone)
             case SetTimer(when):
-                if self._delay_timer is not None:
-                    self.reactor.timers.cancel(self._delay_timer)
-                self._delay_timer = self.call_at(when, self._on_due)
+                if self._timer is not None:
+                    self.reactor.timers.cancel(self._timer)
+                self._timer = self.call_at(when, self._on_due)
 
     def _look(self, drone: DroneHandle) -> None:
         drone.receive_all()

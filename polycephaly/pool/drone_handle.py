@@ -101,7 +101,6 @@ class DroneHandle(DroneRecord):
         self._below_task = False  # and was a frame that the task was called from
         self._release_report_scheduled = False
         self._defined = KnownFunctions(self._schedule_release_report)
-        self.frame_requests: dict[int, Any] = {}  # of tasks whose time is nearly over, by number
         # The task that has waited for long enough to be reported, and where it waits.
         self.reported_wait: tuple[int, Waiting] | None = None
         self.clock_offset = 0.0  # seconds by which its clock is ahead of the controller's

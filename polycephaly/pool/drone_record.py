@@ -80,9 +80,8 @@ class DroneRecord:
         self.last_contact_at = 0.0  # when tasks were last sent, or results last received
         self.recall_pending = False
         self.listed_in: list[DroneRecord] | None = None  # of the observer's lists
-        # Of the tasks with a time limit, by number: the deadline, and whether the drone was asked
-        # for their frames.
-        self.deadlines: dict[int, tuple[float, bool]] = {}
+        # Of the tasks with a time limit, by number: the deadline, and the request for their frames.
+        self.deadlines: dict[int, tuple[float, Any]] = {}
         self.timer: Any = None  # for the first of these, at `timer_at`: see limits.py
         self.timer_at = inf
         self.unresponsive: str | None = None  # why there is no heartbeat; None while there is one

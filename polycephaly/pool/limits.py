@@ -45,18 +45,21 @@ class Interrupt(NamedTuple):
 
 
 class AskFrames(NamedTuple):
-    """Ask a drone where its tasks are, for the error of this one."""
+    """Ask a drone where its tasks are, for the error of this one. The request takes the second
+    place in `drone.deadlines[number]`.
+    """
 
     drone: Any
     number: int
 
 
 class TimeOut(NamedTuple):
-    """Reject a task whose time limit is over, with the frames that the drone was asked for."""
+    """Reject a task whose time limit is over."""
 
     drone: Any
     task: Task
     error: BaseException
+    request: Any  # for its frames, or None
 
 
 class Kill(NamedTuple):
@@ -99,23 +102,26 @@ class Limits:
             drone.deadlines.clear()
         for task in batch:
             if task.timeout is not None:
-                drone.deadlines[task.number] = now + task.timeout, False
+                drone.deadlines[task.number] = now + task.timeout, None
         self._set_timer(drone)
 
     def _set_timer(self, drone: DroneRecord) -> None:
         """Set the timer for the earliest deadline, or for the request for frames before it, unless
         an earlier timer is set.
         """
-        times = [at - STACK_SECONDS * (not asked) for at, asked in drone.deadlines.values()]
+        times = [at - STACK_SECONDS * (asked is None) for at, asked in drone.deadlines.values()]
         first = min(times, default=inf)
         if first < drone.timer_at:
-            self.drone_died(drone)
+            self._cancel_timer(drone)
             drone.timer, drone.timer_at = self._call_at(first, self._on_timer, drone), first
 
     def drone_died(self, drone: DroneRecord) -> None:
-        """Forget the timer of a drone. A task that was answered in time may still wait for that
-        answer to arrive.
+        """Let no time limit strike any more. A task that was answered in time may still wait for
+        that answer to arrive.
         """
+        self._cancel_timer(drone)
+
+    def _cancel_timer(self, drone: DroneRecord) -> None:
         if drone.timer is not None:
             self._cancel_call(drone.timer)
             drone.timer, drone.timer_at = None, inf
@@ -134,24 +140,24 @@ class Limits:
             if task is None or task.promise.done():
                 del drone.deadlines[number]
             elif deadline > now:
-                if deadline - STACK_SECONDS <= now and not asked:
+                if deadline - STACK_SECONDS <= now and asked is None:
                     drone.deadlines[number] = deadline, True
                     self._do(AskFrames(drone, number))
             elif is_debugged:
                 assert task.timeout is not None
-                drone.deadlines[number] = now + task.timeout, False
+                drone.deadlines[number] = now + task.timeout, None
             else:
                 del drone.deadlines[number]
-                self._time_out(drone, task, now)
+                self._time_out(drone, task, asked, now)
         self._set_timer(drone)
 
-    def _time_out(self, drone: DroneRecord, task: Task, now: float) -> None:
+    def _time_out(self, drone: DroneRecord, task: Task, request: Any, now: float) -> None:
         error = TimeoutError(
             f"{task.definition.label} ran for more than {task.timeout:g} s on {drone.name}"
         )
         task.timed_out = True
         if task.next_delay(error) is None:
-            self._do(TimeOut(drone, task, task.with_attempts(error)))
+            self._do(TimeOut(drone, task, task.with_attempts(error), request))
         else:  # when the drone has stopped it, so that it does not run twice at the same time
             task.overrun = error
         self.interrupt(drone, task, now)
