@@ -17,6 +17,8 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from polycephaly.pool import assignment as assignments
 from polycephaly.pool import leases
@@ -81,10 +83,10 @@ def function(seconds=None, overlaps=False):
 
 
 class Walk:
-    """One interleaving."""
+    """One interleaving. `choose(n)` gives a number below n."""
 
-    def __init__(self, seed):
-        self.choose = random.Random(seed).randrange
+    def __init__(self, choose):
+        self.choose = choose
         self.width, self.max_tasks = 1 + self.choose(3), [None, None, 3][self.choose(3)]
         self.assignment = Assignment(self.width, self.max_tasks, SIZES)
         self.assignment.runs_one_at_a_time = not self.choose(6)
@@ -643,7 +645,7 @@ class Walk:
 def walk(seeds):
     for seed in seeds:
         try:
-            Walk(seed).run()
+            Walk(random.Random(seed).randrange).run()
         except AssertionError as error:
             error.add_note(f"seed {seed}")
             raise
@@ -652,6 +654,23 @@ def walk(seeds):
 @pytest.mark.parametrize("start", range(0, 1200, 300))
 def test_in_any_order_of_events_each_task_is_sent_once_to_one_that_may_run_it(start):
     walk(range(start, start + 300))
+
+
+def drawn(data):
+    return lambda count: data.draw(st.integers(0, count - 1))
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None, suppress_health_check=[*HealthCheck])
+def test_in_orders_that_are_made_shorter_where_one_fails(data):
+    Walk(drawn(data)).run()
+
+
+@pytest.mark.slow
+@given(st.data())
+@settings(max_examples=2000, deadline=None, suppress_health_check=[*HealthCheck])
+def test_in_many_orders_that_are_made_shorter_where_one_fails(data):
+    Walk(drawn(data)).run()
 
 
 @pytest.mark.slow
