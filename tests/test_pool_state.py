@@ -118,7 +118,7 @@ class Walk:
     def run(self):
         for _ in range(EVENTS):
             self.step()
-        for _ in range(200):
+        for _ in range(1000):  # one that ignores its interrupt takes ten
             if not self.unsettled and not self.sent and not self.actions:
                 return
             self.go_on()
