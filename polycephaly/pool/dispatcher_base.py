@@ -1,8 +1,9 @@
 """The base class of the dispatcher: the state that its parts share.
 
-    DispatcherBase <── Cancellation, Locality, ObjectDirectory, StallDetector, Supervisor,
-          ^            HealthMonitor, leases.py: each has one part of the decisions
-          └─────────── Dispatcher, which makes them and joins them
+    PoolState <──events── DispatcherBase <── Locality, ObjectDirectory, StallDetector,
+        └────actions──────────> ^            Supervisor, HealthMonitor, leases.py: each has
+                                │            one other part of the decisions
+                                └─────────── Dispatcher, which makes them and joins them
 
 The parts stand in modules of their own and do not know `Dispatcher`.
 """
