@@ -178,6 +178,22 @@ def test_the_first_of_several_limits_sets_the_timer_and_each_the_next(reactor, w
     assert not wide.looks and wide.timer_at == math.inf and not wide.sent_to_it
 
 
+def test_one_that_was_answered_while_another_ones_answers_were_read_is_not_stopped(reactor, wide):
+    stopped, answered = (run(wide, timeout, overlapped) for timeout in (1.0, 1.005))
+    receive_all = wide.receive_all
+
+    def take_long():
+        receive_all()
+        if reactor.passed < 1.001:
+            reactor.now += 0.003
+            wide.unread.append(wide.answer(answered, "in time"))
+            reactor.now += 0.007
+
+    wide.receive_all = take_long
+    reactor.pass_(2.0)
+    assert answered.promise.value == "in time" and wide.got(CANCEL) == [stopped.number]
+
+
 def test_of_several_limits_only_those_that_are_over_strike(reactor, wide):
     tasks = [run(wide, timeout, overlapped) for timeout in (1.0, 1.0, 1.5, 3.0)]
     reactor.pass_(1.0)

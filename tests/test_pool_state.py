@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from polycephaly.pool import assignment as assignments
-from polycephaly.pool import leases
+from polycephaly.pool import leases, pool_state
 from polycephaly.pool.assignment import Assignment
 from polycephaly.pool.drone_record import DroneRecord
 from polycephaly.pool.interfaces import State
@@ -76,6 +76,7 @@ class FakeTask:
         self.number += 10_000
         self.retries -= 1
         self.sending = self.overrun = self.answer = None
+        self.timed_out = False
 
 
 def function(seconds=None, overlaps=False):
@@ -105,6 +106,7 @@ class Walk:
         self.attempts = Counter()  # how often a task has begun, with what another process has run
         self.earliest = {}  # when a task may begin that has failed
         self.interrupted = {}  # since when
+        self.timed_out = set()  # for good
         self.looks, self.debugged, self.was_debugged = [], set(), set()
         self.recalled = []  # drones that are to give back what they have not begun
         self.stuck = {}  # since when a drone has tasks that an idle one could run
@@ -150,7 +152,7 @@ class Walk:
         self.now += self.choose(3) / 100
         self.look_at_timer()
         acts = [self.submit] * 10 + [self.answer] * 10 + [self.cancel, self.recall, self.die] * 2
-        acts += [self.start, self.pause, self.kill, self.retire] * 2
+        acts += [self.start, self.pause, self.kill, self.retire, self.die] * 2
         acts += [self.debug, self.lease, self.end_lease, self.end]
         acts += [self.hang] * 2 + [self.wait] * 4
         acts[self.choose(len(acts))]()
@@ -189,6 +191,7 @@ class Walk:
                 case TimeOut(drone, task):
                     assert drone not in self.debugged
                     assert self.now >= task.sending.at + task.timeout and task.timed_out
+                    self.timed_out.add(task)
                     self.actions.append(action)
                 case Kill(drone):
                     self.check_kill(drone)
@@ -274,7 +277,7 @@ class Walk:
                 options["target"] = self.dead  # it has died since the call
             elif alive and not self.choose(6):
                 options["preferred_drone"] = alive[self.choose(len(alive))]
-            if not self.choose(8):
+            if not self.choose(4):
                 options["timeout"] = 1.0
             if not self.choose(3):
                 options["retries"] = 1 + self.choose(2)
@@ -357,6 +360,10 @@ class Walk:
     def die(self, drone=None):
         drones = self.assignment.drones
         if drones:
+            # Often by what its interrupt leads to.
+            stopped = [self.sent[task] for task in self.sent if task in self.interrupted]
+            if stopped and self.choose(2):
+                drone = drone or stopped[self.choose(len(stopped))]
             drone = drone or drones[self.choose(len(drones))]
             in_flight = [*drone.in_flight.values()]
             drone.become(State.DEAD)
@@ -523,7 +530,7 @@ class Walk:
 
     def check_that_none_runs_again(self, tasks):
         for task in tasks:
-            is_over = self.is_cancelled or task.promise.done()
+            is_over = self.is_cancelled or task.promise.done() or task in self.timed_out
             assert not is_over or task.state is ENDING, f"{task.number} is to run again"
 
     def check_limits(self):
@@ -558,6 +565,7 @@ class Walk:
                 f"{task.number} was sent, and was not queued"
             )
             self.sent[task] = drone
+            assert task not in self.timed_out
             assert self.now >= self.earliest.get(task, 0.0), f"{task.number} runs too early"
             assert task.target in (None, drone)
             self.check_order(task)
@@ -1001,7 +1009,12 @@ def a_debugged_one_is_stopped(plant):
     plant(Limits, "looked", lambda self, drone, _, now: right(self, drone, False, now))
 
 
+def one_that_is_out_of_time_runs_again(plant):
+    plant(pool_state, "_is_settled", lambda task: task.promise.done())
+
+
 FAULTS = [
+    one_that_is_out_of_time_runs_again,
     a_time_limit_is_forgotten,
     a_time_limit_strikes_too_early,
     one_that_ignores_its_interrupt_is_never_killed,
@@ -1054,7 +1067,7 @@ FAULTS = [
 def test_a_planted_fault_is_found(monkeypatch, fault):
     fault(monkeypatch.setattr)
     with pytest.raises(AssertionError):
-        walk(range(2000))
+        walk(range(6000))
 
 
 # -- found in other ways ---------------------------------------------------------------------------

@@ -521,7 +521,7 @@ class Dispatcher(DispatcherBase):
         self.wants_tasks = idle or (self.config.width > 1 and assignment.could_overlap())
         if idle and not assignment.queue:
             if assignment.crowded:
-                self.state.turn_over(now)
+                self.state.turn_over(self.reactor.timers.now())  # the turn may have taken long
             if assignment.preferring:
                 self.locality.rebalance(now)
 

@@ -75,6 +75,7 @@ class DispatcherBase(TaskRunner, Tenant):
         self.assignment = Assignment(config.width, config.max_tasks, config.resources)
         self.state = PoolState(self.assignment, self._carry_out)
         self._timer: Timer | None = None  # of `state`
+        self._looks: list[Look | LookAt] = []
         self.handles: list[DroneHandle] = self.assignment.drones
         # The first: a drone is idle, so a thread that adds a task wakes the reactor.
         self.wants_tasks = self.needs_dispatch = False
@@ -151,6 +152,12 @@ class DispatcherBase(TaskRunner, Tenant):
 
     def _on_due(self) -> None:
         self.state.due(self.reactor.timers.now())
+        looks, self._looks = self._looks, []
+        for look in looks:
+            if isinstance(look, Look):
+                self._look(look.drone)
+            else:
+                self._look_at(*look)
 
     def _carry_out(self, action: Action) -> None:
         """Do what an event leads to. Promises are settled after the lock is released."""
@@ -176,10 +183,8 @@ class DispatcherBase(TaskRunner, Tenant):
                 self.stack_requests.send(request)
             case TimeOut(_, task, error, request):
                 deliver(partial(_reject_with_frames, task, error, request))
-            case Look(drone):
-                self.post(self._look, drone)
-            case LookAt(drone, number, steps_left):
-                self.post(self._look_at, drone, number, steps_left)
+            case Look() | LookAt():
+                self._looks.append(action)  # for `_on_due`: the answers are events, too
             case Restarted(number=number):
                 address = address_of_frames(self, number)
                 if address is not None:
@@ -192,9 +197,9 @@ class DispatcherBase(TaskRunner, Tenant):
                 self._timer = self.call_at(when, self._on_due)
 
     def _look(self, drone: DroneHandle) -> None:
+        now = self.reactor.timers.now()
         drone.receive_all()
-        is_debugged = drone.status_page.debugged != 0
-        self.state.limits.looked(drone, is_debugged, self.reactor.timers.now())
+        self.state.limits.looked(drone, drone.status_page.debugged != 0, now)
 
     def _look_at(self, drone: DroneHandle, number: int, steps_left: int) -> None:
         drone.receive_all()

@@ -80,7 +80,8 @@ class DroneRecord:
         self.last_contact_at = 0.0  # when tasks were last sent, or results last received
         self.recall_pending = False
         self.listed_in: list[DroneRecord] | None = None  # of the observer's lists
-        # Of the tasks with a time limit, by number: the deadline, and the request for their frames.
+        # Of the tasks with a time limit, by number: the deadline, and the request for their frames,
+        # as soon as there is one.
         self.deadlines: dict[int, tuple[float, Any]] = {}
         self.timer: Any = None  # for the first of these, at `timer_at`: see limits.py
         self.timer_at = inf

@@ -19,8 +19,8 @@ cause of the `TimeoutError`.
 A drone that is killed loses its state, so the grace period must not pass just because the machine
 stood still: it consists of GRACE_STEPS steps, and a pause counts as one step, however long.
 
-As in pool_state.py, which has an object of this class, nothing here sends, waits or looks at a
-clock.
+As in pool_state.py, whose `PoolState` has an object of `Limits`, nothing here sends, waits or looks
+at a clock.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class Limits:
             drone.timer, drone.timer_at = self._call_at(first, self._on_timer, drone), first
 
     def drone_died(self, drone: DroneRecord) -> None:
-        """Let no time limit strike any more. A task that was answered in time may still wait for
-        that answer to arrive.
+        """Forget the timer of a drone. A task that was answered in time may still wait for that
+        answer to arrive.
         """
         self._cancel_timer(drone)
 
@@ -134,7 +134,9 @@ class Limits:
             self.looked(drone, False, now)
 
     def looked(self, drone: DroneRecord, is_debugged: bool, now: float) -> None:
-        """Stop the tasks whose deadlines are over."""
+        """Stop the tasks whose deadlines are over, and ask for the frames of those whose deadlines
+        are near. `now` is from before the answers were read.
+        """
         for number, (deadline, asked) in list(drone.deadlines.items()):
             task = drone.in_flight.get(number)
             if task is None or task.promise.done():
@@ -196,7 +198,7 @@ class Limits:
         elif not is_running:
             pass  # queued behind another task in the drone, so this one does not hold up the drone
         elif not drone.overlapping or all(
-            other.promise.done() or other.overrun for other in drone.in_flight.values()
+            other.promise.done() or other.timed_out for other in drone.in_flight.values()
         ):
             seconds = tuning.grace_seconds
             self._do(Kill(drone, f"{task.label} was told to stop, and went on for {seconds:g} s"))

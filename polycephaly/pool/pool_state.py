@@ -41,7 +41,7 @@ MAX_UNSWEPT_TASKS = 1000
 _MAX_UNSWEPT_TIMERS = 64
 _Entry = list[Any]
 """What is to be done at a time: the time, a number, by which no two are alike, the method and its
-arguments. Those that are over have None in place of the last two."""
+arguments. Of those that were called off, the method is None."""
 
 
 class Fail(NamedTuple):
@@ -112,7 +112,7 @@ class PoolState:
         self.delayed: dict[Task, _Entry] = {}  # those of `parked` that run again
         self._timers: list[_Entry] = []  # a heap
         self._order = count()
-        self._timers_over = 0  # that are in the heap
+        self._called_off = 0  # of those in the heap
         self.limits = Limits(do, self._call_at, self._cancel_call)
         self._cancelled_since_sweep = 0
         self.closing = False  # no more tasks come
@@ -160,7 +160,7 @@ class PoolState:
                 self.failed(task, task.overrun, now)
                 continue
             task.sending = None
-            if task.promise.done():  # cancelled, while it was with the drone
+            if _is_settled(task):  # while it was with the drone
                 task.payload = b""
                 self._freed(task)
                 continue
@@ -200,7 +200,7 @@ class PoolState:
     def failed(self, task: Task, error: BaseException, now: float) -> None:
         """Run a task that has a `Retry` again after a delay, or reject the task with `error`."""
         target_died = task.target is not None and task.target.state is State.DEAD
-        is_over = task.promise.done() or self.abandoned or self.has_cancelled or target_died
+        is_over = _is_settled(task) or self.abandoned or self.has_cancelled or target_died
         delay = None if is_over else task.next_delay(error)
         if delay is None:
             task.payload, task.recompute_payload = b"", None
@@ -223,7 +223,7 @@ class PoolState:
         """
         again = []
         for task in tasks:
-            if task.promise.done():
+            if _is_settled(task):
                 task.payload = b""
             elif may_retry and task.retry is not None:
                 self.failed(task, copy_error(task.overrun or error), now)
@@ -258,18 +258,18 @@ class PoolState:
 
     def _cancel_call(self, entry: _Entry) -> None:
         entry[2:] = None, ()  # its time may be far
-        self._timers_over += 1
-        if self._timers_over > _MAX_UNSWEPT_TIMERS and self._timers_over * 2 > len(self._timers):
+        self._called_off += 1
+        if self._called_off > _MAX_UNSWEPT_TIMERS and self._called_off * 2 > len(self._timers):
             self._timers = [each for each in self._timers if each[2] is not None]
             heapify(self._timers)
-            self._timers_over = 0
+            self._called_off = 0
 
     def due(self, now: float) -> None:
         """Do what is to be done by now."""
         while self._timers and self._timers[0][0] <= now:
             _, _, method, args = heappop(self._timers)
             if method is None:
-                self._timers_over -= 1
+                self._called_off -= 1
             else:
                 method(*args, now)
         if self._timers:
@@ -452,4 +452,9 @@ class PoolState:
                 is_due = any(each is entry for each in self._timers) and entry[3] == (task,)
                 assert is_due, f"{task.number} is delayed, and has no time"
         over = sum(each[2] is None for each in self._timers)
-        assert over == self._timers_over, f"{over}, not {self._timers_over}, timers are over"
+        assert over == self._called_off, f"{over}, not {self._called_off}, timers are called off"
+
+
+def _is_settled(task: Task) -> bool:
+    """Return whether `task` is settled, or about to be, because its time limit has struck."""
+    return task.promise.done() or (task.timed_out and task.overrun is None)

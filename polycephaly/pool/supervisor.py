@@ -282,7 +282,6 @@ class Supervisor:
             # For threads that read `death` from here on; the running task is added below.
             handle.death = _death(handle, None)
         handle.become(State.DEAD)
-        # A task that was answered in time may still wait for that answer to arrive.
         self._dispatcher.state.limits.drone_died(handle)
         handle.print_output()
         handle.collect_last_results()
