@@ -89,7 +89,7 @@ class Limits:
         cancel_call: Callable[[Any], None],
     ) -> None:
         self._do = do
-        self._call_at = call_at  # of `PoolState`: returns an entry for `cancel_call`
+        self._call_at = call_at  # of `PoolState`: returns a timer for `cancel_call`
         self._cancel_call = cancel_call
 
     # -- time limits -------------------------------------------------------------------------------

@@ -22,11 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from heapq import heapify, heappop, heappush
-from itertools import count
 from typing import Any, NamedTuple
 
 from ..errors import copy_error
+from ..runtime.timers import Timer, Timers
 from ..runtime.tuning import tuning
 from ..wire.placeholders import PayloadWithRefs
 from .assignment import Assignment
@@ -38,10 +37,6 @@ from .task_state import DELAYED, ENDING, LEASED, QUEUED
 
 MAX_UNSWEPT_TASKS = 1000
 """Cancelled tasks that may stay in queues that are shorter than that."""
-_MAX_UNSWEPT_TIMERS = 64
-_Entry = list[Any]
-"""What is to be done at a time: the time, a number, by which no two are alike, the method and its
-arguments. Of those that were called off, the method is None."""
 
 
 class Fail(NamedTuple):
@@ -109,11 +104,11 @@ class PoolState:
         # Tasks that wait for kept values or another attempt, or are leased to another process. They
         # may be in `awaiting_inputs` too, until `Dispatcher.on_inputs_ready` returns.
         self.parked: set[Task] = set()
-        self.delayed: dict[Task, _Entry] = {}  # those of `parked` that run again
-        self._timers: list[_Entry] = []  # a heap
-        self._order = count()
-        self._called_off = 0  # of those in the heap
-        self.limits = Limits(do, self._call_at, self._cancel_call)
+        self.delayed: dict[Task, Timer] = {}  # those of `parked` that run again
+        self._now = 0.0  # when `due` was called last
+        self._timers = Timers()
+        self._timers.now = lambda: self._now
+        self.limits = Limits(do, self._call_at, self._timers.cancel)
         self._cancelled_since_sweep = 0
         self.closing = False  # no more tasks come
         # At the end all tasks were cancelled, or all but those that were running.
@@ -242,38 +237,25 @@ class PoolState:
         self.returned(again, now)
 
     def _end_delay(self, task: Task) -> None:
-        entry = self.delayed.pop(task, None)
-        if entry is not None:
-            self._cancel_call(entry)
+        timer = self.delayed.pop(task, None)
+        if timer is not None:
+            self._timers.cancel(timer)
 
     # -- time --------------------------------------------------------------------------------------
 
-    def _call_at(self, when: float, method: Callable[..., None], *args: Any) -> _Entry:
+    def _call_at(self, when: float, method: Callable[..., None], *args: Any) -> Timer:
         """Call ``method(*args, now)`` at that time."""
-        entry = [when, next(self._order), method, args]
-        heappush(self._timers, entry)
-        if self._timers[0] is entry:
+        timer = self._timers.set(when, lambda: method(*args, self._now))
+        if self._timers.heap[0][2] is timer:
             self._do(SetTimer(when))
-        return entry
-
-    def _cancel_call(self, entry: _Entry) -> None:
-        entry[2:] = None, ()  # its time may be far
-        self._called_off += 1
-        if self._called_off > _MAX_UNSWEPT_TIMERS and self._called_off * 2 > len(self._timers):
-            self._timers = [each for each in self._timers if each[2] is not None]
-            heapify(self._timers)
-            self._called_off = 0
+        return timer
 
     def due(self, now: float) -> None:
         """Do what is to be done by now."""
-        while self._timers and self._timers[0][0] <= now:
-            _, _, method, args = heappop(self._timers)
-            if method is None:
-                self._called_off -= 1
-            else:
-                method(*args, now)
-        if self._timers:
-            self._do(SetTimer(self._timers[0][0]))
+        self._now = now
+        self._timers.fire_due()
+        if self._timers.heap:
+            self._do(SetTimer(self._timers.heap[0][0]))
 
     # -- drones that are stuck ---------------------------------------------------------------------
 
@@ -382,7 +364,7 @@ class PoolState:
         if cancel:
             self.has_cancelled = True
             sent = [task for each in self.assignment.drones for task in each.in_flight.values()]
-            for task in self.unanswered(unsettled, sent):
+            for task in self._unanswered(unsettled, sent):
                 self._do(Cancel(task))
             for drone in self.assignment.drones:
                 # Backwards: if the running task was first, the drone would begin the next one.
@@ -396,7 +378,7 @@ class PoolState:
         with_drones: list[Task] = []
         for drone in self.assignment.drones:
             with_drones += [*drone.in_flight.values(), *drone.dedicated]
-        for task in self.unanswered(unsettled, with_drones):
+        for task in self._unanswered(unsettled, with_drones):
             self._do(Cancel(task))
             if task.state is not QUEUED:  # else it stays in its queue until it is dropped there
                 task.state = ENDING
@@ -413,12 +395,12 @@ class PoolState:
             # Answers that still arrive are ignored: these tasks no longer have their payloads.
             tasks += drone.take_in_flight()
         self.assignment.drop_all()
-        tasks += self.unanswered(unsettled, tasks)
+        tasks += self._unanswered(unsettled, tasks)
         self.lost(tasks, error, now, may_retry=False)
         for task in tasks:
             self.assignment.leave_queue(task)
 
-    def unanswered(self, unsettled: Iterable[Task], others: Iterable[Task]) -> list[Task]:
+    def _unanswered(self, unsettled: Iterable[Task], others: Iterable[Task]) -> list[Task]:
         """Return those that are not among `others`, and have no answer that is about to settle
         them. One that is parked has none: it failed, and waits for its next attempt.
         """
@@ -445,14 +427,12 @@ class PoolState:
 
     def validate(self) -> None:
         """Raise `AssertionError` if a task that waits here is not in the state for that."""
-        for task, entry in self.delayed.items():
+        for task, timer in self.delayed.items():
             if not task.promise.done():
                 assert task.state is DELAYED, f"{task.number} is {task.state.name}, and delayed"
                 assert task in self.parked, f"{task.number} is delayed, and not parked"
-                is_due = any(each is entry for each in self._timers) and entry[3] == (task,)
-                assert is_due, f"{task.number} is delayed, and has no time"
-        over = sum(each[2] is None for each in self._timers)
-        assert over == self._called_off, f"{over}, not {self._called_off}, timers are called off"
+                is_due = any(each[2] is timer for each in self._timers.heap)
+                assert is_due and not timer.is_over, f"{task.number} is delayed, and has no time"
 
 
 def _is_settled(task: Task) -> bool:

@@ -257,7 +257,7 @@ class Reactor(EventLoop):
         for tenant in self.tenants:
             if (tenant.wants_tasks and tenant.inbound) or tenant.needs_dispatch:
                 return True
-        return bool(self._inbox) or self._turn_requested
+        return super()._has_anything_to_do()
 
     def _end_if_over(self) -> bool:
         if self.users and not self.last_callbacks:

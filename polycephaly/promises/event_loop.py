@@ -401,8 +401,7 @@ class EventLoop:
         # Descriptors are polled in any case: a source that sends without end must not starve
         # them.
         seconds = self._seconds_to_wait() if self._asleep else 0.0
-        if self._to_wake:
-            self._wake_waiters()
+        self._wake_waiters()
         events = self._poll(seconds)
         self._asleep = False
         return events
