@@ -4,7 +4,7 @@ it.
     python tests/chaos.py --minutes 10 --tasks 20000 --seed 7
     python tests/chaos.py --minutes 10 --threads 32 --switch-interval 1e-6 --collect-every 1 --forks
 
-Tasks of 0 to 50 ms, arrays, errors, cancels, prints, crashes, and slices of a map, while every 0.2
+Tasks of 0 to 50 ms, arrays, errors, cancels, prints, crashes, and chunks of a map, while every 0.2
 s a random drone is killed, stopped and let go, or stopped and killed. `--threads` says how many
 threads submit and wait. With `--forks` a thread of this process forks it all the time, and tasks
 fork their drones. Each task appends its number to a file as its first act; so it is known how often
@@ -329,7 +329,7 @@ class Phase:
             promise.cancel()
 
     def _map(self) -> None:
-        """In a thread: slices of short calls."""
+        """In a thread: chunks of short calls."""
         dice = random.Random(f"{self.options.seed}-{self.retries}-map")
         assert self.pool is not None
         start = 0

@@ -66,12 +66,26 @@ from polycephaly.pool.stack_requests import read_report
 from polycephaly.timeline import Span, event_log
 from polycephaly.wire import functions
 from polycephaly.wire.exceptions import pack_exception, unpack_exception
+from polycephaly.wire.map_chunks import (
+    ENDED,
+    FAILED,
+    ITEMS,
+    ROWS,
+    RUNNING,
+    Answers,
+    Packed,
+    pack_answers,
+    pack_calls,
+    split_head,
+    unpack_calls,
+    unpack_split,
+)
 from polycephaly.wire.message_socket import MAX_PACKET_BYTES, MessageSocket
 from polycephaly.wire.messages import (
     CALL,
+    CALL_CHUNK,
     CALL_FILLED,
     CALL_KEYWORDS,
-    CALL_SLICE,
     CALLS,
     CANCEL,
     DEFINE_CALLABLE,
@@ -112,20 +126,6 @@ from polycephaly.wire.messages import (
     unpack_work,
 )  # fmt: skip
 from polycephaly.wire.pickling import join_payloads
-from polycephaly.wire.slices import (
-    ENDED,
-    FAILED,
-    ITEMS,
-    ROWS,
-    RUNNING,
-    Answers,
-    Packed,
-    pack_answers,
-    pack_calls,
-    split_head,
-    unpack_calls,
-    unpack_split,
-)
 
 SOON = 20.0  # seconds: what is not there by then hangs
 MEMORY = (
@@ -201,9 +201,9 @@ def work_messages(store: Store, ref_table: RefTable, first: int = UNLIKELY) -> l
     filled = join_payloads([], (pickle.dumps(((-1,), {}), 5), pickle.dumps([1, 2], 5)), store)
     single.add(first + 3, CALL_FILLED, pow_, filled if isinstance(filled, bytes) else b"")
     single.add(first + 4, CALL, code, b"")
-    slices = TaskBatch()
-    slices.add(first + 5, CALL_SLICE, abs_, pack_calls(ITEMS, False, list(range(40))))
-    slices.add(first + 6, CALL_SLICE, pow_, pack_calls(ROWS, True, [(1, 2), (3.5, 4)]))
+    chunks = TaskBatch()
+    chunks.add(first + 5, CALL_CHUNK, abs_, pack_calls(ITEMS, False, list(range(40))))
+    chunks.add(first + 6, CALL_CHUNK, pow_, pack_calls(ROWS, True, [(1, 2), (3.5, 4)]))
     told = TaskBatch()
     told.add(together, FORGET, 0, b"")
     for number in (1, 2, 3, first):
@@ -215,7 +215,7 @@ def work_messages(store: Store, ref_table: RefTable, first: int = UNLIKELY) -> l
     shared = TaskBatch()
     shared.add(first + 10, CALL | SHARED, abs_, shared_payload(store, ref_table))
     shared.add(first + 11, DEFINE_CALLABLE | SHARED, 0, shared_payload(store, ref_table))
-    batches = [define, define, calls, calls, single, slices, told, shared]
+    batches = [define, define, calls, calls, single, chunks, told, shared]
     return [*(each.frames() for each in batches), large.frames()]
 
 
@@ -465,7 +465,7 @@ class Decoders:
             kind &= ~SHARED
             if kind == CALLS:
                 self._strictly(image_runner._unpack_calls, payload)
-            elif kind == CALL_SLICE:
+            elif kind == CALL_CHUNK:
                 self._opened(unpack_calls, payload)
             elif kind == CALL_FILLED:
                 self._opened(load_joined, payload)

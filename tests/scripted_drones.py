@@ -33,14 +33,24 @@ from polycephaly.pool.directory import KeptTask
 from polycephaly.pool.handlers import handle_message, handle_unsent_results
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.retry import Retry
-from polycephaly.pool.task import Slice, Task
+from polycephaly.pool.task import Chunk, Task
 from polycephaly.pool.validation import validate
 from polycephaly.promises.promise import Promise, fulfill
 from polycephaly.wire import placeholders
 from polycephaly.wire.exceptions import pack_exception
+from polycephaly.wire.map_chunks import (
+    ENDED,
+    FAILED,
+    ITEMS,
+    RUNNING,
+    pack_answers,
+    pack_calls,
+    split_head,
+    unpack_calls,
+)
 from polycephaly.wire.messages import (
+    CALL_CHUNK,
     CALL_KEYWORDS,
-    CALL_SLICE,
     CALLS,
     CANCEL,
     DEFINE_OVERLAPPING,
@@ -70,16 +80,6 @@ from polycephaly.wire.messages import (
     pack_values,
     unpack_numbers,
     unpack_work,
-)
-from polycephaly.wire.slices import (
-    ENDED,
-    FAILED,
-    ITEMS,
-    RUNNING,
-    pack_answers,
-    pack_calls,
-    split_head,
-    unpack_calls,
 )
 
 PREPARING = 0  # the key of an initializer, and of a push
@@ -121,7 +121,7 @@ class Running:
     def __init__(self, number, name, keys, overlaps):
         self.number, self.name, self.keys, self.overlaps = number, name, keys, overlaps
         self.payload = self.kind = None  # of one call, opened when that begins
-        self.is_slice = self.keeps = False
+        self.is_chunk = self.keeps = False
         self.done = self.sent = 0
         self.was_cut = False
 
@@ -209,9 +209,9 @@ class ScriptedDrone(FakeHandle):
         elif kind == CALLS:
             for each, args in zip(*loads(payload), strict=True):
                 self._enqueue(each, definition, [self.world.key_of(args)])
-        elif kind == CALL_SLICE:
+        elif kind == CALL_CHUNK:
             task = self._enqueue(number, definition, list(unpack_calls(payload)[2]))
-            task.is_slice = True
+            task.is_chunk = True
         else:
             task = self._enqueue(number, definition, [])
             task.keeps, task.payload, task.kind = bool(kind & KEEP), payload, kind & ~KEEP
@@ -271,12 +271,12 @@ class ScriptedDrone(FakeHandle):
         self.put(pack_outcomes([entry]))
 
     def next_call(self, task):
-        """One more call of a slice is done, and the next begins."""
+        """One more call of a chunk is done, and the next begins."""
         task.done += 1
         self.world.on_begun(self, task, task.keys[task.done : task.done + 1])
 
     def cut(self, task):
-        """As the control thread does, if the slice takes long."""
+        """As the control thread does, if the chunk takes long."""
         rest = len(task.keys) - task.done - 1
         task.was_cut = True
         del task.keys[task.done + 1 :]
@@ -297,7 +297,7 @@ class ScriptedDrone(FakeHandle):
             self.world.on_attempt_failed(self, task.keys)
         now = self.world.reactor.now
         times = now, now + SECONDS[task.name]
-        if task.is_slice:
+        if task.is_chunk:
             done = task.keys[task.sent : task.done] if error else task.keys[task.sent :]
             rest = len(task.keys) - task.done - 1 if error else 0
             packed = pack_exception(error, dumps) if error else None
@@ -313,16 +313,16 @@ class ScriptedDrone(FakeHandle):
         else:
             entry = pack_outcome(task.number, VALUE, *times, dumps(value_of(task.keys[0])), b"")
         form = self.world.choose(8)
-        if form < 4 and error is None and not (task.is_slice or task.keeps):
+        if form < 4 and error is None and not (task.is_chunk or task.keeps):
             value = value_of(task.keys[0])
             self.outcomes.append(pack_values([task.number], [times[0]], [times[1]], [value]))
         else:
             self.outcomes.append(entry)
-        if form < 7 or task.is_slice:
+        if form < 7 or task.is_chunk:
             self.kept.append(entry)
         if not task.overlaps or not self.running:
             self.last_done = task.number
-        if form == 7 and not task.is_slice:  # as if it were too large to be kept
+        if form == 7 and not task.is_chunk:  # as if it were too large to be kept
             if self.world.choose(8) == 7:  # so it is sent in pieces, and not all of them are
                 self.world.die(self, -9)
             else:
@@ -385,7 +385,7 @@ class Interleaving:
         self.drones = []
         self.names = {}  # of functions, by their numbers
         self.submitted = {}  # of plain calls, by key
-        self.slices = []  # and the keys of each
+        self.chunks = []  # and the keys of each
         self.calls = {}  # what was asked for, by key
         self.begun = {}  # drones, by key
         self.failed, self.stopped, self.cancelled = set(), set(), set()
@@ -463,10 +463,10 @@ class Interleaving:
         self.names[task.definition.number] = function.__name__
         self.submitted[key] = task
 
-    def submit_slice(self):
+    def submit_chunk(self):
         keys = [self.new_key() for _ in range(2 + self.choose(4))]
         retries = self.choose(2)
-        self.note("submits slice", keys, "retries", retries)
+        self.note("submits chunk", keys, "retries", retries)
         for key in keys:
             self.calls[key] = {
                 "retries": retries,
@@ -478,14 +478,14 @@ class Interleaving:
             }
         definition = self.dispatcher.registry.define(brief)
         self.names[definition.number] = "brief"
-        task = Slice(self.dispatcher, definition, pack_calls(ITEMS, False, keys), len(keys))
+        task = Chunk(self.dispatcher, definition, pack_calls(ITEMS, False, keys), len(keys))
         task.set_options(TaskOptions(None, retries, self.choose(3) - 1))
         try:
             self.dispatcher.submit_task(task)
         except RuntimeError:
             assert self.dispatcher.refusal is not None
             return
-        self.slices.append((task, keys))
+        self.chunks.append((task, keys))
 
     def cancel(self):
         if self.submitted:
@@ -494,10 +494,10 @@ class Interleaving:
             if self.submitted[key].promise.cancel(running=bool(self.choose(2))):
                 self.cancelled.add(key)
 
-    def cancel_slice(self):
-        if self.slices:
-            task, keys = self.slices[self.choose(len(self.slices))]
-            self.note("cancels slice", keys)
+    def cancel_chunk(self):
+        if self.chunks:
+            task, keys = self.chunks[self.choose(len(self.chunks))]
+            self.note("cancels chunk", keys)
             self.cancelled.update(keys)
             parts = [task]
             for part in parts:
@@ -651,7 +651,7 @@ class Interleaving:
             acts += [("begins", drone.begin)] * 3
         for task in drone.running.values():
             acts += [("ends", self.end, drone, task)] * 3
-            if task.is_slice and task.done < len(task.keys) - 1:
+            if task.is_chunk and task.done < len(task.keys) - 1:
                 acts.append(("calls", drone.next_call, task))
                 if not task.was_cut:
                     acts.append(("cuts", drone.cut, task))
@@ -675,7 +675,7 @@ class Interleaving:
             error = Failed(task.keys[task.done])
             self.failed.update(task.keys)
         else:
-            while task.is_slice and task.done < len(task.keys) - 1:
+            while task.is_chunk and task.done < len(task.keys) - 1:
                 drone.next_call(task)
         drone.end(task, error)
 
@@ -738,7 +738,7 @@ class Interleaving:
         else:
             rare = (
                 self.cancel, self.interrupt, self.close, self.refresh, self.retire, self.lease,
-                self.submit_slice, self.submit_slice, self.cancel_slice, self.give_up, self.fetch,
+                self.submit_chunk, self.submit_chunk, self.cancel_chunk, self.give_up, self.fetch,
                 self.give_up, self.fetch, self.resize, self.resize, self.push, self.push,
             )  # fmt: skip
             rare[choose(3 if self.is_lone else len(rare))]()
@@ -813,8 +813,8 @@ class Interleaving:
         self.cooperate(lambda: self.dispatcher.has_ended)
         assert not self.dispatcher.handles
         assert self.dispatcher.pending() == 0
-        for task, keys in self.slices:
-            self.check_slice(task, keys)
+        for task, keys in self.chunks:
+            self.check_chunk(task, keys)
 
     def give_up_all(self):
         while self.submitted:
@@ -827,9 +827,9 @@ class Interleaving:
         return not kept
 
     def all_tasks(self):
-        tasks = list(self.submitted.values()) + [task for task, _ in self.slices]
+        tasks = list(self.submitted.values()) + [task for task, _ in self.chunks]
         for task in tasks:
-            tasks += task.followers if isinstance(task, Slice) else ()
+            tasks += task.followers if isinstance(task, Chunk) else ()
         return tasks
 
     def cooperate(self, is_over):
@@ -876,7 +876,7 @@ class Interleaving:
                     error = Failed(task.keys[task.done])
                     self.failed.update(task.keys)
                 else:
-                    while task.is_slice and task.done < len(task.keys) - 1:
+                    while task.is_chunk and task.done < len(task.keys) - 1:
                         drone.next_call(task)
                 drone.end(task, error)
         if drone.is_gone:
@@ -944,7 +944,7 @@ class Interleaving:
             or (f"failed {retry.times + 1} times; this is the last error" in error.__notes__)
         )
 
-    def check_slice(self, task, keys):
+    def check_chunk(self, task, keys):
         if task.promise.cancelled() or task.promise.exception() is not None:
             if task.promise.cancelled():
                 assert self.cancels_all or self.cancelled.issuperset(keys)
@@ -957,9 +957,9 @@ class Interleaving:
             assert self.failed.union(self.stopped).issuperset(keys[done : done + 1])
             return
         for follower in task.followers:
-            self.check_slice(follower, keys[done : done + follower.count])
+            self.check_chunk(follower, keys[done : done + follower.count])
             done += follower.count
-        assert done == len(keys), f"of the slice {keys} only {done} were answered"
+        assert done == len(keys), f"of the chunk {keys} only {done} were answered"
 
 
 def failed(task):

@@ -15,7 +15,8 @@ from polycephaly import DroneDied, Promise
 from polycephaly.pool.collecting import take_timeline
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import TaskOptions
-from polycephaly.pool.task import Slice, Task
+from polycephaly.pool.task import Chunk, Task
+from polycephaly.wire.map_chunks import ENDED, ITEMS, RUNNING, pack_answers, pack_calls, split_head
 from polycephaly.wire.messages import (
     CALLS,
     SPLIT,
@@ -24,7 +25,6 @@ from polycephaly.wire.messages import (
     unpack_lists,
     unpack_work,
 )
-from polycephaly.wire.slices import ENDED, ITEMS, RUNNING, pack_answers, pack_calls, split_head
 
 STEPS = 60
 
@@ -69,7 +69,7 @@ def test_a_caller_gets_the_error_of_queueing_a_task_whose_inputs_are_settled(rea
 def test_what_a_drone_answers_after_its_pool_broke_is_ignored(reactor):
     dispatcher = dispatcher_of(reactor, 2, on_death="break")
     first, second = dispatcher.handles
-    task = Slice(dispatcher, dispatcher.registry.define(brief), pack_calls(ITEMS, False, "abc"), 3)
+    task = Chunk(dispatcher, dispatcher.registry.define(brief), pack_calls(ITEMS, False, "abc"), 3)
     dispatcher.submit_task(task)
     reactor.turn()
     busy, other = (first, second) if first.in_flight else (second, first)
@@ -84,10 +84,10 @@ def test_what_a_drone_answers_after_its_pool_broke_is_ignored(reactor):
     assert isinstance(task.promise.exception(), DroneDied) and not task.followers
 
 
-def test_a_part_of_a_slice_without_calls_is_no_span(reactor):
+def test_a_part_of_a_chunk_without_calls_is_no_span(reactor):
     dispatcher = dispatcher_of(reactor, 1)
     [handle] = dispatcher.handles
-    task = Slice(dispatcher, dispatcher.registry.define(brief), pack_calls(ITEMS, False, "abc"), 3)
+    task = Chunk(dispatcher, dispatcher.registry.define(brief), pack_calls(ITEMS, False, "abc"), 3)
     task.first_item = 10
     dispatcher.submit_task(task)
     reactor.turn()

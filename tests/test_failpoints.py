@@ -29,7 +29,7 @@ def note(path, i):
     if i % 10 == 7:
         time.sleep(
             0.012
-        )  # longer than a drone's control thread waits, so that it sends, and cuts slices
+        )  # longer than a drone's control thread waits, so that it sends, and cuts chunks
     return i
 
 
@@ -70,11 +70,11 @@ def of_all_kinds(pool, path):
 
 
 def mapped(pool, path, numbers):
-    """What came of a map, and whether a death broke it off. It goes in slices, however slow this
+    """What came of a map, and whether a death broke it off. It goes in chunks, however slow this
     machine is."""
     got = []
     try:
-        with mock.patch("polycephaly.pool.map_source.SLICE_SECONDS", 1.0):
+        with mock.patch("polycephaly.pool.map_source.CHUNK_SECONDS", 1.0):
             for value in pool.map(functools.partial(note, path), numbers, timeout=PATIENCE):
                 got.append(value)
     except poly.DroneDied:
@@ -87,7 +87,7 @@ def use(pool, path):
     told."""
     short = [
         pool.promise(note, path, -1) for _ in range(300)
-    ]  # so that the next calls go in slices
+    ]  # so that the next calls go in chunks
     given = of_all_kinds(pool, path)
     got, died = mapped(pool, path, range(100, 400))
     assert not wait([*short, *given.values()], PATIENCE).not_done

@@ -415,7 +415,7 @@ def test_answers_that_come_twice_count_once(tmp_path):
         work = [pool.promise(append, path, str(i)) for i in range(50)]
         assert [p.result(SOON) for p in work] == [None] * 50
         assert sorted(map(int, lines(path))) == list(range(50))
-        naps = [0.02 if i % 40 == 3 else 0 for i in range(400)]  # so that slices are cut
+        naps = [0.02 if i % 40 == 3 else 0 for i in range(400)]  # so that chunks are cut
         assert list(pool.map(nap, range(400), naps, timeout=SOON)) == list(range(400))
         assert count[0] > 5
         fuzz.answers(pool, heard)

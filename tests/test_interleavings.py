@@ -11,12 +11,12 @@ import pytest
 from faults import PackedSlowly, append, wait_for
 
 import polycephaly as poly
+from polycephaly.drone.chunk_run import MAX_MARKED_CALLS, ChunkRun
 from polycephaly.drone.console import OutputTail
 from polycephaly.drone.executor import DroneExecutor
 from polycephaly.drone.overlap import Overlap
 from polycephaly.drone.result_buffer import ResultBuffer
 from polycephaly.drone.sigterm import Sigterm
-from polycephaly.drone.slices import MAX_MARKED_CALLS, SliceRun
 from polycephaly.drone.store import DroneStore
 from polycephaly.engines.local.drone import ControlThread
 from polycephaly.pool import task as work
@@ -24,8 +24,7 @@ from polycephaly.pool.handlers import _handle_special_outcome
 from polycephaly.pool.interfaces import TaskRunner
 from polycephaly.runtime import fork_guard
 from polycephaly.runtime.tuning import tuning
-from polycephaly.wire.messages import CANCEL, EVENT_LOG, SPLIT, VALUE, pack_numbers, unpack_outcomes
-from polycephaly.wire.slices import (
+from polycephaly.wire.map_chunks import (
     ENDED,
     FAILED,
     ITEMS,
@@ -37,6 +36,7 @@ from polycephaly.wire.slices import (
     split_head,
     unpack_split,
 )
+from polycephaly.wire.messages import CANCEL, EVENT_LOG, SPLIT, VALUE, pack_numbers, unpack_outcomes
 
 
 class Held:
@@ -271,10 +271,10 @@ def end_of(run):
     whether there is an error."""
     outcomes = SimpleNamespace(pack_error=lambda error: b"error")
     runner = SimpleNamespace(
-        socket_lock=threading.Lock(), _slice=run, _store=None, _outcomes=outcomes,
+        socket_lock=threading.Lock(), _chunk=run, _store=None, _outcomes=outcomes,
         keep_frames=lambda number, error: None,
     )  # fmt: skip
-    _, head, answers = DroneExecutor._end_slice(runner, run)
+    _, head, answers = DroneExecutor._end_chunk(runner, run)
     done, rest, state, _ = unpack_split(head + b".")
     unpacked = Answers(answers)
     assert unpacked.values == run.done
@@ -285,7 +285,7 @@ def end_of(run):
 @pytest.mark.parametrize("cut", [0, 1, 2])
 @pytest.mark.parametrize("at", range(5))
 def test_an_interrupt_between_two_calls_is_that_of_the_next_if_there_is_one(form, rows, cut, at):
-    run = SliceRun(7, pack_calls(form, False, rows), lambda fresh: abs, None, [].append, Sigterm())
+    run = ChunkRun(7, pack_calls(form, False, rows), lambda fresh: abs, None, [].append, Sigterm())
     left = 4 - cut
     run.calls, run._cut_calls = _InterruptedBetween(rows[:left]), cut  # by the control thread
     run.calls.left = at
@@ -298,11 +298,11 @@ def test_an_interrupt_between_two_calls_is_that_of_the_next_if_there_is_one(form
 
 @pytest.mark.parametrize("form", [ITEMS, ROWS])
 @pytest.mark.parametrize("count", [3, MAX_MARKED_CALLS, MAX_MARKED_CALLS + 1])
-def test_each_call_of_a_slice_is_marked_before_it_begins_if_that_costs_little(form, count):
+def test_each_call_of_a_chunk_is_marked_before_it_begins_if_that_costs_little(form, count):
     marked = [0]
     rows = [*range(count)] if form == ITEMS else [(n,) for n in range(count)]
     calls = pack_calls(form, False, rows)
-    run = SliceRun(7, calls, lambda fresh: lambda n: marked[-1] - n, None, marked.append, Sigterm())
+    run = ChunkRun(7, calls, lambda fresh: lambda n: marked[-1] - n, None, marked.append, Sigterm())
     run.run()
     marks = count <= MAX_MARKED_CALLS
     assert marked == [0, *(range(1, count + 1) if marks else ()), 0]
@@ -319,15 +319,15 @@ def test_a_function_that_cannot_be_opened_fails_the_next_call(form, opened):
         return abs
 
     rows = [-1, -2] if form == ITEMS else [(-1,), (-2,)]
-    run = SliceRun(7, pack_calls(form, True, rows), open_function, None, [].append, Sigterm())
+    run = ChunkRun(7, pack_calls(form, True, rows), open_function, None, [].append, Sigterm())
     run.run()
     assert run.done == [1][:opened] and end_of(run) == (opened + 1, 1 - opened, FAILED, True)
 
 
-def test_the_cut_of_a_slice_that_is_heard_twice_answers_nothing_again():
+def test_the_cut_of_a_chunk_that_is_heard_twice_answers_nothing_again():
     """Of two calls the first is done and the second runs: what is left has as many calls as the
     message answers."""
-    whole = work.Slice(TaskRunner(), None, pack_calls(ITEMS, False, [1, 2]), 2)
+    whole = work.Chunk(TaskRunner(), None, pack_calls(ITEMS, False, [1, 2]), 2)
     running, later = whole.split(1, 0)
     assert (running.count, later.count) == (1, 0)
     assert running.queued == whole.queued  # in the timeline the drone may have ended it by now

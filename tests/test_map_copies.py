@@ -481,7 +481,7 @@ if __name__ == "__main__":
     assert done.splitlines() == ["True 700", "True", "True", "True", "TypeError True", "{'hooked'}"]
 
 
-def test_the_rest_of_a_slice_that_is_cut_has_the_same_copies(pool):
+def test_the_rest_of_a_chunk_that_is_cut_has_the_same_copies(pool):
     import time
 
     def slow(record):

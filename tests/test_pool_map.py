@@ -633,7 +633,7 @@ def give_up_at_3(n):
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_errors_may_stand_in_the_places_of_results(pool, ordered):
-    list(pool.map(abs, range(1000)))  # short calls, which go in slices
+    list(pool.map(abs, range(1000)))  # short calls, which go in chunks
     results = list(pool.map(fail_at_3, [0, 1, 3, 2, 3], ordered=ordered, return_exceptions=True))
     if ordered:
         assert [type(each) for each in results] == [int, int, KeyError, int, KeyError]
@@ -708,7 +708,7 @@ def in_calls(pool, error):
     return pool.map(partial(stop_at_five, error), range(9))
 
 
-def in_slices(pool, error):
+def in_chunks(pool, error):
     list(pool.map(stop_at_five, itertools.repeat(error, 1000), range(-1000, 0)))  # known as short
     return pool.map(stop_at_five, itertools.repeat(error), range(9))
 
@@ -718,7 +718,7 @@ STOPS = {
     "unordered": lambda pool, error: pool.map(
         partial(stop_at_five, error), range(9), ordered=False
     ),
-    "call of a slice": in_slices,
+    "call of a chunk": in_chunks,
     "result": lambda pool, error: pool.map(partial(unpickle_to_stop_at_five, error), range(9)),
 }
 INPUT_STOPS = {
@@ -848,7 +848,7 @@ def test_items_are_described_without_harm():
 
 
 @local_only
-def test_of_a_slice_that_was_cut_behind_its_last_call_no_item_is_told():
+def test_of_a_chunk_that_was_cut_behind_its_last_call_no_item_is_told():
     task, error = Task(Mock(describes_items=True)), ValueError()
     task.first_item, task.count = 5, 0
     add_note(error, "f", task)

@@ -119,7 +119,7 @@ def test_a_call_that_is_run_again_draws_the_same_numbers(tmp_path):
         drawn = list(pool.options(retries=retry).map(draw_at_last, range(30), seed=42))
         assert drawn == EXPECTED
         assert sorted(lines(died)) == ["7"] and len(lines(failed)) == 2
-        # In slices: those that the dead drone had are run again.
+        # In chunks: those that the dead drone had are run again.
         drawn = list(pool.options(retries=5).map(draw_at_last, range(600), seed=42))
         assert drawn[:30] == EXPECTED and drawn[300] == expected(42, 300)
         assert drawn[299:302] == [expected(42, i) for i in (299, 300, 301)]
@@ -127,7 +127,7 @@ def test_a_call_that_is_run_again_draws_the_same_numbers(tmp_path):
 
 
 @pytest.mark.guarantee("work-24")
-def test_the_rest_of_a_slice_that_was_cut_draws_the_same_numbers(tmp_path):
+def test_the_rest_of_a_chunk_that_was_cut_draws_the_same_numbers(tmp_path):
     gate, others = str(tmp_path / "gate"), str(tmp_path / "others")
 
     def draw_held(i):

@@ -65,7 +65,7 @@ def test_calls_that_a_drone_has_not_begun_run_elsewhere_once(path, caplog, on_de
 
 @pytest.mark.guarantee("end-3")
 @pytest.mark.parametrize("pickled", [False, True])
-def test_the_rest_of_a_slice_runs_elsewhere(path, pickled):
+def test_the_rest_of_a_chunk_runs_elsewhere(path, pickled):
     def call(i):
         note(path, i if type(i) is int else i[0], 0)
 
@@ -76,7 +76,7 @@ def test_the_rest_of_a_slice_runs_elsewhere(path, pickled):
         check_moved(path, range(100), pid)
 
 
-def test_of_a_slice_of_very_short_calls_what_is_left_after_the_cut_runs_elsewhere(tmp_path, path):
+def test_of_a_chunk_of_very_short_calls_what_is_left_after_the_cut_runs_elsewhere(tmp_path, path):
     go = str(tmp_path / "go")
 
     def call(i):

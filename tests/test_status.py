@@ -270,7 +270,7 @@ def test_the_last_failures_are_listed():
         pool.doit(abs, -1)
         failures = pool.status()["failures"]
         assert all(abs(each.pop("at") - time.time()) < 3600 for each in failures)
-        assert failures[4].pop("drone") in (None, "lab.0")  # None if it was in a slice
+        assert failures[4].pop("drone") in (None, "lab.0")  # None if it was in a chunk
         dead = failures.pop(1)
         assert dead["task"] == "_exit" and dead["error"].startswith("DroneDied: drone lab.0 (pid ")
         assert [tuple(each.values()) for each in failures] == [

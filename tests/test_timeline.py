@@ -102,7 +102,7 @@ def test_every_call_is_counted_and_short_ones_that_came_together_are_one_span(mo
     # So that they come together, however slow this machine is.
     monkeypatch.setattr(tuning, "batch_seconds", 60.0)
     monkeypatch.setattr(tuning, "flush_seconds", 60.0)
-    monkeypatch.setattr("polycephaly.pool.map_source.SLICE_SECONDS", 1.0)
+    monkeypatch.setattr("polycephaly.pool.map_source.CHUNK_SECONDS", 1.0)
     with poly.Pool(2) as pool:
         for promise in [pool.promise(noop, i) for i in range(5000)]:
             promise.result()

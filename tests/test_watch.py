@@ -521,7 +521,7 @@ def wait_at_three(path, index):
 @pytest.mark.guarantee("death-11")
 @pytest.mark.parametrize("first", [0, 200])
 def test_of_a_map_the_item_is_told(first, started, caplog):
-    """Also of one in the middle of a slice, which the short calls before it have made long."""
+    """Also of one in the middle of a chunk, which the short calls before it have made long."""
     os.mkfifo(started)
     call = functools.partial(wait_at_three, started)
     with poly.Pool(1, report_waiting=0.3) as pool:

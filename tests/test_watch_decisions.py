@@ -1036,7 +1036,7 @@ Current thread 0x2 (most recent call first):
   File "/no/such/a.py", line 7 in hold
   File "/no/such/b.py", line ??? in between
   File "/no/such/b.py", line 9 in outer
-  File "/x/polycephaly/drone/slices.py", line 70 in _run_items
+  File "/x/polycephaly/drone/chunk_run.py", line 70 in _run_items
   File "/x/polycephaly/drone/executor.py", line 284 in _run_task
   File "/no/such/main.py", line 14 in <module>
 

@@ -39,11 +39,12 @@ from ..runtime.tuning import tuning
 from ..timeline.event_log import EventLog, event_log
 from ..wire import attempts, placeholders
 from ..wire.main_names import MainSnapshot
+from ..wire.map_chunks import ENDED, FAILED, MIN_SEPARATE_LENGTH, RUNNING, pack_answers, split_head
 from ..wire.messages import (
     CALL,
+    CALL_CHUNK,
     CALL_FILLED,
     CALL_KEYWORDS,
-    CALL_SLICE,
     CALLS,
     CANCEL,
     DEFINES,
@@ -77,8 +78,8 @@ from ..wire.messages import (
     unpack_work,
 )  # fmt: skip
 from ..wire.shareable import SMALL_TYPES
-from ..wire.slices import ENDED, FAILED, MIN_SEPARATE_LENGTH, RUNNING, pack_answers, split_head
 from ..wire.status_page import StatusPage
+from .chunk_run import ChunkRun
 from .console import OutputTail, current_tag, disable_record_order, open_console, set_tag
 from .frames import OWN_FILES, frames_now, sampled_threads
 from .functions import LoadedFunction, define
@@ -87,16 +88,15 @@ from .logs import install_log_forwarding
 from .overlap import Overlap
 from .result_buffer import ResultBuffer
 from .sigterm import Sigterm
-from .slices import SliceRun
 from .store import DroneStore
 
 log = logging.getLogger(__name__)
 
-_CALLS = {CALL, CALL_KEYWORDS, CALL_FILLED, CALL_SLICE, CALLS}
+_CALLS = {CALL, CALL_KEYWORDS, CALL_FILLED, CALL_CHUNK, CALLS}
 BRIEF_TASK_SECONDS = 0.001
 """For a shorter task, measuring the processor time is not worth while."""
-SLICE_FLUSH_SECONDS = 0.0002
-"""`tuning.flush_seconds` for a slice: short, so that fewer results are unpickled at once."""
+CHUNK_FLUSH_SECONDS = 0.0002
+"""`tuning.flush_seconds` for a chunk: short, so that fewer results are unpickled at once."""
 
 
 class DroneExecutor:
@@ -121,7 +121,7 @@ class DroneExecutor:
         self._todo: deque[ReceivedTask | Calls] = deque()
         self._calls: Calls | None = None  # being run
         self._overlap = Overlap(self._wake_main_thread)
-        self._slice: SliceRun | None = None
+        self._chunk: ChunkRun | None = None
         self._last_done = 0
         self._last_flush = 0.0
         self._stopping = False
@@ -169,14 +169,14 @@ class DroneExecutor:
     def disable(self) -> None:
         """Make this object do nothing. In a child, its connections were closed by `parent_death`.
 
-        The queues are emptied, so that a slice ends with the call that has forked, and no call is
+        The queues are emptied, so that a chunk ends with the call that has forked, and no call is
         begun in the child too.
         """
         self._todo.clear()
         if self._calls is not None:
             self._calls.queue.clear()
-        if self._slice is not None:
-            self._slice.calls.clear()
+        if self._chunk is not None:
+            self._chunk.calls.clear()
 
     # -- the main thread ---------------------------------------------------------------------------
 
@@ -266,8 +266,8 @@ class DroneExecutor:
                 self._current = number
                 if number in self._pending_interrupts:
                     raise KeyboardInterrupt("interrupted by the controller")
-                if task.kind == CALL_SLICE:
-                    self._slice = SliceRun(
+                if task.kind == CALL_CHUNK:
+                    self._chunk = ChunkRun(
                         number,
                         task.payload,
                         definition.function,
@@ -276,7 +276,7 @@ class DroneExecutor:
                         self._sigterm,
                         self._snapshot,
                     )
-                    self._slice.run()
+                    self._chunk.run()
                 else:
                     value = definition.call(task.kind, task.payload)
                     if task.keeps:
@@ -298,12 +298,12 @@ class DroneExecutor:
             outcomes.add_processor_time(number, self._cpu_time() - cpu_start)
         definition.brief = brief
         head = b""
-        if self._slice is not None:
-            status, head, payload = self._end_slice(self._slice)
+        if self._chunk is not None:
+            status, head, payload = self._end_chunk(self._chunk)
         kept = outcomes.add(number, status, started, finished, payload, head)
         self._last_done = number
         flush_due = finished - self._last_flush > (
-            tuning.flush_seconds if task.kind != CALL_SLICE else SLICE_FLUSH_SECONDS
+            tuning.flush_seconds if task.kind != CALL_CHUNK else CHUNK_FLUSH_SECONDS
         )
         if not kept or (flush_due and self._todo):
             self._flush()
@@ -312,8 +312,8 @@ class DroneExecutor:
     def keep_frames(self, number: int, error: BaseException) -> None:
         """Keep the frames of a failed task, if the pool wants that."""
 
-    def _end_slice(self, run: SliceRun) -> tuple[int, bytes, bytes | Serialized]:
-        """Return status, head and payload for the unsent part of a slice.
+    def _end_chunk(self, run: ChunkRun) -> tuple[int, bytes, bytes | Serialized]:
+        """Return status, head and payload for the unsent part of a chunk.
 
         The control thread may have sent another part.
         """
@@ -325,7 +325,7 @@ class DroneExecutor:
                 self.keep_frames(run.number, run.error)
                 error = self._outcomes.pack_error(run.error)
         with self.socket_lock:
-            self._slice = None
+            self._chunk = None
             answers = pack_answers(run.done[run.answers_sent :], run.packed, error, self._store)
             rest = run.cut()
         done = len(run.done) - run.answers_sent + (error is not None)
@@ -337,12 +337,12 @@ class DroneExecutor:
         if frames:
             self._send(frames)
 
-    def _cut_slice(self) -> None:
-        """Cut a slice that takes too long. See slices.py.
+    def _cut_chunk(self) -> None:
+        """Cut a chunk that takes too long. See chunk_run.py.
 
         Called by the control thread, holding `socket_lock`.
         """
-        run = self._slice
+        run = self._chunk
         if run is None or run.was_cut:
             return
         rest = run.cut()

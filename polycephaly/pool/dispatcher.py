@@ -41,9 +41,9 @@ from ..runtime.hidden import Hidden
 from ..runtime.prompt import running_cell
 from ..runtime.signal_handlers import is_of_signal_handler
 from ..wire.functions import RemoteFunction
+from ..wire.map_chunks import FAILED, RUNNING
 from ..wire.messages import CANCEL, DEFINE_CODE, pack_numbers
 from ..wire.placeholders import PayloadWithRefs
-from ..wire.slices import FAILED, RUNNING
 from .assignment import Send
 from .backpressure import BackPressure
 from .config import PoolConfig
@@ -60,7 +60,7 @@ from .reactor import PROGRAM_ENDS, acquire_reactor
 from .stale import StaleWarning
 from .stall_detection import StallDetector
 from .supervisor import Supervisor
-from .task import Slice, Task, fail
+from .task import Chunk, Task, fail
 from .task_state import ENDING, QUEUED, WAITING
 from .validation import VALIDATES, validate
 
@@ -537,8 +537,8 @@ class Dispatcher(DispatcherBase):
         self.state.recalled(handle, numbers, self.reactor.timers.now())
         self.after_answer(handle)
 
-    def split(self, handle: DroneHandle, task: Slice, done: int, rest: int, state: int) -> None:
-        """Handle a drone's answer for the first `done` calls of a slice. The drone has not begun
+    def split(self, handle: DroneHandle, task: Chunk, done: int, rest: int, state: int) -> None:
+        """Handle a drone's answer for the first `done` calls of a chunk. The drone has not begun
         the last `rest` calls, and gives them back.
         """
         if state != RUNNING and (not rest or state == FAILED):

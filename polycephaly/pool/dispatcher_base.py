@@ -66,7 +66,7 @@ class DispatcherBase(TaskRunner, Tenant):
         self.environments = [*config.env]  # of drones, by index
         self.width = config.width
         self.describes_items = config.describe_items
-        self.sends_slices = config.max_tasks is None
+        self.sends_chunks = config.max_tasks is None
         self.output = config.output
         # Receivers of tagged output in place of `output`, by tag.
         self.output_listeners: dict[str, Listener] = {}

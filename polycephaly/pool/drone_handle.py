@@ -60,7 +60,8 @@ _STACK_LINE = r"$|  |Current thread|Thread 0x|Extension modules:|Python runtime 
 `_FATAL_ERROR`."""
 _FRAME = "  File "
 _CALLING_FRAME = (
-    r'  File ".*/polycephaly/(drone/(functions|executor|slices|forwarded)|engines/\w+/drone)\.py"'
+    r'  File ".*/polycephaly/'
+    r'(drone/(functions|executor|chunk_run|forwarded)|engines/\w+/drone)\.py"'
 )
 """A frame that calls the task. It and those after it, down to the main module, are not shown."""
 

@@ -149,7 +149,7 @@ class DroneRecord:
     # -- tasks leave flight ------------------------------------------------------------------------
 
     def replace_in_flight(self, task: Task, part: Task) -> None:
-        """Let `part`, the rest of the slice `task` on this drone, take its place and number. The
+        """Let `part`, the rest of the chunk `task` on this drone, take its place and number. The
         time that `part` takes is not known.
         """
         sending = task.sending

@@ -20,6 +20,7 @@ from ..memory.references import Received
 from ..promises import opener_thread
 from ..promises.promise import FINISHED, callbacks, fulfill, settle_promise
 from ..wire.exceptions import unpack_exception
+from ..wire.map_chunks import RUNNING, unpack_split
 from ..wire.messages import (
     ERROR,
     EVENT_LOG,
@@ -48,11 +49,10 @@ from ..wire.messages import (
     unpack_outcomes,
 )
 from ..wire.placeholders import sent_bytes
-from ..wire.slices import RUNNING, unpack_split
 from .directory import KeptTask
 from .dispatcher import Dispatcher
 from .drone_handle import DroneHandle
-from .task import Answer, Slice, StoredValue, Task
+from .task import Answer, Chunk, StoredValue, Task
 
 if TYPE_CHECKING:
     from ..wire.functions import RemoteFunction
@@ -105,7 +105,7 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
     timed: RemoteFunction | None = None
     seconds, calls = 0.0, 0
     answered = 0  # calls
-    parts: dict[int, int] = {}  # of slices, by number: how many calls were answered
+    parts: dict[int, int] = {}  # of chunks, by number: how many calls were answered
     offset = handle.clock_offset
     try:
         for number, status, started, finished, payload, output in outcomes:
@@ -133,7 +133,7 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
                 if not task.promise.done():
                     dispatcher.reactor.deliver(task.promise.cancel)
                 continue
-            # The rest of a slice that was cut while running is still in flight.
+            # The rest of a chunk that was cut while running is still in flight.
             if task.position > handle.highest_answered and number not in handle.in_flight:
                 handle.highest_answered = task.position
             if offset:
@@ -249,7 +249,7 @@ def _handle_event_log(dispatcher: Dispatcher, handle: DroneHandle, payload: Any)
 def _handle_special_outcome(
     dispatcher: Dispatcher, handle: DroneHandle, number: int, status: int, payload: Any
 ) -> tuple[Task | None, int, Any, int]:
-    """Handle the outcome of a slice, or one in shared memory.
+    """Handle the outcome of a chunk, or one in shared memory.
 
     Returns the task, its status, its payload, and how many calls the answer covers.
     """
@@ -266,10 +266,10 @@ def _handle_special_outcome(
     if task is None:
         return None, VALUE, payload, 0
     # A part that is cut again: this message has come twice.
-    if state == RUNNING and isinstance(task, Slice) and task.continues:
+    if state == RUNNING and isinstance(task, Chunk) and task.continues:
         return None, VALUE, payload, 0
     begun = task.count - done - rest
-    if not isinstance(task, Slice) or begun < 0 or begun > (state == RUNNING):
+    if not isinstance(task, Chunk) or begun < 0 or begun > (state == RUNNING):
         raise Malformed(
             f"drone {handle.name} answered {done} and returned {rest} of the {task.count} calls of "
             f"task {number}"

@@ -121,7 +121,7 @@ class TaskRunner:
     refusal: BaseException | None  # the error for new tasks
     describes_items = True  # whether errors of a `map` may have the `repr` of its items
     stores_results = True  # whether a `map` may store its results in a file
-    sends_slices = True  # whether a `map` may send several calls as one task
+    sends_chunks = True  # whether a `map` may send several calls as one task
     calls_ahead = 0  # calls that a `map` keeps in flight; 0: as many as their times suggest
     post: Callable[..., None]
     submit_task: Callable[[Any], None]

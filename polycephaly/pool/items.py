@@ -9,10 +9,10 @@ from .task import Task
 
 
 def with_item(task: str, item: int | None, calls: int = 1) -> str:
-    """Return the name of a task with its index in a `map`, if it has one; that of a slice of
+    """Return the name of a task with its index in a `map`, if it has one; that of a chunk of
     several `calls` with the indices of the first and the last.
     """
-    # A slice without calls: the last one ended just when the slice was cut.
+    # A chunk without calls: the last one ended just when the chunk was cut.
     return task if item is None or not calls else f"{task}, {_item(item, calls)}"
 
 

@@ -1,9 +1,9 @@
 """`map`: the results of a stream of calls.
 
-    iterables ──Source──> tasks: slices of calls, or single calls ──> drones ──> answers ──> values
+    iterables ──Source──> tasks: chunks of calls, or single calls ──> drones ──> answers ──> values
 
-A slice that takes too long is cut by its drone (drone/slices.py). The drone answers with the
-results so far, and *followers* take the slice's place in the order: one task for the call that is
+A chunk that takes too long is cut by its drone (drone/chunk_run.py). The drone answers with the
+results so far, and *followers* take the chunk's place in the order: one task for the call that is
 running, and one for the rest, which any drone may run.
 
 The consumer may be plain code, which waits, or a coroutine of asyncio or of a green thread, which
@@ -29,10 +29,10 @@ from ..promises.promise import Promise, fulfill, wait_settled, when_settled
 from ..runtime.clock import monotonic
 from ..runtime.progress import REFRESH_INTERVAL_SECONDS, Progress
 from ..wire.exceptions import unpack_exception
-from ..wire.slices import Answers
+from ..wire.map_chunks import Answers
 from .items import add_note
-from .map_source import SLICE_SECONDS, Source
-from .task import Slice, Task
+from .map_source import CHUNK_SECONDS, Source
+from .task import Chunk, Task
 
 # Seconds. No timer is set for longer, because the reactor keeps a timer after its map has ended.
 MAX_TIMER_SECONDS = 1.0
@@ -50,7 +50,7 @@ R = TypeVar("R")
 class Results(chain[T]):
     """The results of `Pool.map`: an iterator that can be closed, like a generator.
 
-    Steps within a slice run in C code. In a coroutine, ``async for`` takes the values without
+    Steps within a chunk run in C code. In a coroutine, ``async for`` takes the values without
     blocking the other tasks there. Use one consumer, of either kind: a second one (thread, asyncio
     task or green thread), or `next` beside ``async for``, gets a `RuntimeError`.
     """
@@ -229,7 +229,7 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
                     raise _pop_error(errors, tasks, stream)
                 yield [_pop_error(errors, tasks, stream)]
                 continue
-            if not isinstance(tasks[0], Slice):
+            if not isinstance(tasks[0], Chunk):
                 yield _pop_values(tasks)
                 continue
             task = tasks.pop()
@@ -328,7 +328,7 @@ class Ordered:
         # Errors of calls are given in the places of their results.
         self.return_exceptions = return_exceptions
         if return_exceptions:
-            source.one_by_one = True  # a slice ends with its first error
+            source.one_by_one = True  # a chunk ends with its first error
         # The thread that ends the pool may send while another begins to read.
         self._lock = Lock()
         self._buffersize = buffersize
@@ -372,14 +372,14 @@ class Ordered:
             if self._buffersize is not None:
                 best = min(best, 1 + max_calls // 32)
             elif room < best and len(self._tasks) > 1 and not self._tasks[-1].promise.done():
-                # A whole slice later is better than a small one now, which would later leave room
+                # A whole chunk later is better than a small one now, which would later leave room
                 # for another small one only. But nothing is gained while the drones are idle.
                 return
             if not self._send(min(best, room)):
                 return
             # Inputs may come slowly, from a socket for example: results do not wait for them.
             if self.source.may_be_slow:
-                self._inputs_are_slow = monotonic() > begun + SLICE_SECONDS
+                self._inputs_are_slow = monotonic() > begun + CHUNK_SECONDS
             if self._inputs_are_slow and self._has_result() and not fills_buffer:
                 return
 
@@ -440,7 +440,7 @@ class Ordered:
             return []
         task = self._tasks[0]
         self._wait_for(task.promise)
-        # The followers are inserted before the slice is removed, so that a Ctrl-C in between finds
+        # The followers are inserted before the chunk is removed, so that a Ctrl-C in between finds
         # them.
         for each in reversed(task.followers):
             self._tasks.insert(1, each)
@@ -605,7 +605,7 @@ def _cancel(tasks: Iterable[Task]) -> None:
 
     In the other order, a drone whose task ends would begin the next one before that is cancelled.
     Followers that another thread is just creating are not missed: that thread publishes the
-    followers and then looks whether the slice was cancelled. This function cancels the slice and
+    followers and then looks whether the chunk was cancelled. This function cancels the chunk and
     then looks for followers. So one of the two sees both.
     """
     todo = [*tasks]

@@ -1,9 +1,9 @@
 """The source of a `map`: turns the rows of its iterables into tasks.
 
-    iterables ──send_next──> rows ──> Slice: four milliseconds of calls in one task
+    iterables ──send_next──> rows ──> Chunk: four milliseconds of calls in one task
                       └──> large arguments, promises, unknown duration: a task per call
 
-The number of rows in a slice follows from the time that calls have lately taken. So many short
+The number of rows in a chunk follows from the time that calls have lately taken. So many short
 calls share the cost of a task, and long calls go one by one. For a served pool all calls go one by
 one, because its server neither looks into the tasks nor measures times for its clients.
 """
@@ -35,11 +35,11 @@ from ..wire.detached import (
     copies_of_rows,
     least_bytes,
 )
+from ..wire.map_chunks import ITEMS, PICKLED, ROWS, pack_calls
 from ..wire.pickling import BULKY_TYPES, GLOBAL_OPCODE, capture, names_global
 from ..wire.placeholders import PicklingContext
 from ..wire.shareable import SMALL_TYPES, bytes_together
-from ..wire.slices import ITEMS, PICKLED, ROWS, pack_calls
-from .task import Slice, Task
+from .task import Chunk, Task
 from .task_promise import facts_of
 
 if TYPE_CHECKING:
@@ -55,29 +55,29 @@ MAX_CALLS_AHEAD = 8192
 waiting.
 """
 SIZED_FACTOR = 4
-"""Factor of this limit, and of `MAX_SLICE_ROWS`, for an input whose length is known and whose items
+"""Factor of this limit, and of `MAX_CHUNK_ROWS`, for an input whose length is known and whose items
 are there already, so that taking them early is no loss.
 """
 MAX_BYTES_AHEAD = 64 << 20
 """The same limit in bytes of arguments and results."""
-SLICE_SECONDS = 0.004
-"""Seconds of calls in a slice: less than the 5 ms after which its drone cuts it. With 2 ms, a `map`
+CHUNK_SECONDS = 0.004
+"""Seconds of calls in a chunk: less than the 5 ms after which its drone cuts it. With 2 ms, a `map`
 of calls of 0.1 ms takes 1.6 times as much processor time of the controller, and 1.05 in all.
 """
-MIN_SLICE_SECONDS = 0.0002
-"""The same for the last slices, which get smaller and smaller: about what a task of its own costs.
+MIN_CHUNK_SECONDS = 0.0002
+"""The same for the last chunks, which get smaller and smaller: about what a task of its own costs.
 """
 MAX_CALL_SECONDS = 0.0005
 """Seconds of a call from which it is sent by itself, so that a death costs no other call."""
 MANY_CALLS = 32
-"""Calls of a slice from which its time is taken for theirs, and less for that of the slice."""
-MAX_SLICE_ROWS = 2048
-MAX_SLICE_BYTES = 16 * 1024
-"""Maximum size of a slice's rows, so that several slices fit into a message."""
+"""Calls of a chunk from which its time is taken for theirs, and less for that of the chunk."""
+MAX_CHUNK_ROWS = 2048
+MAX_CHUNK_BYTES = 16 * 1024
+"""Maximum size of a chunk's rows, so that several chunks fit into a message."""
 MAX_STORED_BYTES = 256 * 1024
-"""The same limit where large slices go through shared memory."""
+"""The same limit where large chunks go through shared memory."""
 MAX_ROW_BYTES = 64 * 1024
-"""Maximum size of a row in such a slice. Parts of a larger one may be shared memory themselves."""
+"""Maximum size of a row in such a chunk. Parts of a larger one may be shared memory themselves."""
 
 _PLAIN_SOURCES = (list, tuple, range, str, bytes, set, frozenset, dict)
 """Iterating over these runs no user code, so several rows are taken at once."""
@@ -94,7 +94,7 @@ _EARLY_END = (
 
 
 class Source:
-    """Short calls of known duration go in slices, if the `dispatcher` allows; all others are tasks.
+    """Short calls of known duration go in chunks, if the `dispatcher` allows; all others are tasks.
 
     `error` is the exception that ended the input early: an error of the input, or the shutdown of
     the pool. The error is raised in its place, after the results of the calls that were sent
@@ -149,9 +149,9 @@ class Source:
         self._call_seconds: float | None = None  # of a typical call
         self._answered = 0
         self._seconds, self._bytes, self._calls = 0.0, 0, 0  # sums over all answered calls
-        # A `Retry` repeats one call, so a slice must not fail with it.
+        # A `Retry` repeats one call, so a chunk must not fail with it.
         self.one_by_one = (
-            not dispatcher.sends_slices
+            not dispatcher.sends_chunks
             or task_options.timeout is not None
             or not isinstance(task_options.retries, int)
             or bool(task_options.resources)  # which each call holds only while it runs
@@ -166,7 +166,7 @@ class Source:
         self._definition = self._registry.define_for_map(self._fn)
         store = self._registry.store
         self._store = store if isinstance(store, Store) else None
-        self._max_bytes = MAX_SLICE_BYTES if self._store is None else MAX_STORED_BYTES
+        self._max_bytes = MAX_CHUNK_BYTES if self._store is None else MAX_STORED_BYTES
         self._max_row_bytes = min(self._max_bytes, MAX_ROW_BYTES)
 
     def _is_defined(self) -> bool:
@@ -200,7 +200,7 @@ class Source:
 
     def record_times(self, task: Task, answered: int) -> None:
         """Add the times of a finished task, of which so many calls were answered. Followers of a
-        slice that was cut count when they are answered.
+        chunk that was cut count when they are answered.
         """
         self._answered += 1
         facts = facts_of(task.promise)
@@ -246,7 +246,7 @@ class Source:
                 if self.dispatcher.refusal is None:
                     raise
                 self.error, self.exhausted = self._early_end(error), True
-        if task is not None and not isinstance(task, Slice):
+        if task is not None and not isinstance(task, Chunk):
             self.item += 1
             # Not one that the calls share: of that, a task that is settled has no payload any more.
             if not self._is_defined():  # a task that failed has none
@@ -308,8 +308,8 @@ class Source:
             return 1
         seconds = max(seconds, 1e-7)
         best = min(
-            MAX_SLICE_ROWS * self._factor,
-            int(SLICE_SECONDS / seconds),
+            MAX_CHUNK_ROWS * self._factor,
+            int(CHUNK_SECONDS / seconds),
             int(self._max_bytes / self._row_bytes),
         )
         # `len` fails for a range that is longer.
@@ -317,7 +317,7 @@ class Source:
         rows_left = length_hint(rest, 0)
         if rows_left:  # the last calls are divided among the drones
             part = -(-rows_left // self.dispatcher.size)
-            best = min(best, max(part, int(MIN_SLICE_SECONDS / seconds)))
+            best = min(best, max(part, int(MIN_CHUNK_SECONDS / seconds)))
         return max(1, best)
 
     def _make_task(self, max_calls: int) -> Task | None:
@@ -325,7 +325,7 @@ class Source:
         if self._range is not None:
             part, self._range = self._range[:max_calls], self._range[max_calls:]
             if max_calls > 1:
-                return self._slice(form, part)
+                return self._chunk(form, part)
             self._rows = iter(part)
         if max_calls == 1:
             for row in self._until_error(islice(self._rows, 1)):
@@ -344,17 +344,17 @@ class Source:
                     raise
                 self.error = error
             if not self._are_mutable and self._fit_together(rows):
-                return self._slice(form, rows)
+                return self._chunk(form, rows)
             detached = self._detached(rows) if self._has_copies else None
             if detached is not None:
-                return self._slice(form, *detached)
+                return self._chunk(form, *detached)
             pickles = self._pickled_at_once(rows)
             if pickles:
-                return self._slice(PICKLED, pickles)
+                return self._chunk(PICKLED, pickles)
             self._are_plain = False  # because the next rows are probably like these
             self._rows = chain(rows, self._rows)
             rows, source = [], islice(self._rows, max_calls)
-        until = monotonic() + SLICE_SECONDS  # if inputs come slowly, those that are there go first
+        until = monotonic() + CHUNK_SECONDS  # if inputs come slowly, those that are there go first
         pickling = PicklingContext(None, self.dispatcher.registry.snapshot)
         for row in self._until_error(source):
             if form != PICKLED:
@@ -387,7 +387,7 @@ class Source:
         else:
             self.exhausted = len(rows) < max_calls
         if rows:
-            return self._slice(form, rows)
+            return self._chunk(form, rows)
         task, self._next = self._next, None
         return task
 
@@ -532,7 +532,7 @@ class Source:
         """Return the tasks that were made and not yet taken, in order."""
         return [each for each in (self.latest_task, self._next) if each is not None]
 
-    def _slice(self, form: int, rows: Sequence[Any], size: int = 0) -> Task | None:
+    def _chunk(self, form: int, rows: Sequence[Any], size: int = 0) -> Task | None:
         if not rows:
             self.exhausted = True
             return None
@@ -545,7 +545,7 @@ class Source:
             rows = self._pickled_apart(rows)
             calls = pack_calls(PICKLED, self._definition.single_use, rows, self._store)
         self._row_bytes = max(len(rows), len(calls), size) / len(rows)
-        task = self.latest_task = Slice(self.dispatcher, self._definition, calls, len(rows))
+        task = self.latest_task = Chunk(self.dispatcher, self._definition, calls, len(rows))
         task.set_options(self._task_options)
         task.first_item, self.item = self.item, self.item + len(rows)
         self.dispatcher.submit_task(task)

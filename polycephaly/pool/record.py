@@ -25,7 +25,7 @@ from ..runtime.tuning import tuning
 from ..timeline.entries import Entry
 from ..timeline.event_log import unpack_events
 from ..timeline.spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, short_name
-from ..wire.messages import CALL_SLICE, VALUE
+from ..wire.messages import CALL_CHUNK, VALUE
 from ..wire.messages import ERROR as FAILED
 from .task import Answer, Task
 
@@ -56,7 +56,7 @@ class TraceBuffer:
         self._entry_numbers = itertools.count(1)
         self._size = 0  # spans in `entries`
         self.spans_lost = 0  # that were in earlier entries
-        self._slice_ends: dict[str, float] = {}  # up to when slices of a drone are recorded
+        self._chunk_ends: dict[str, float] = {}  # up to when chunks of a drone are recorded
         self.threads: deque[tuple[int, Span]] = deque(maxlen=MAX_KEPT_THREAD_SPANS)
         self._thread_numbers = itertools.count(1)
         self.threads_lost = 0
@@ -113,7 +113,7 @@ class TraceBuffer:
             if (
                 len(run) > 1
                 and set(map(_status, run)) == {VALUE}
-                and CALL_SLICE not in map(_kind, run)
+                and CALL_CHUNK not in map(_kind, run)
             ):
                 answers = list(map(_answer, run))
                 started, finished, _, bytes_sent, bytes_received = map(
@@ -129,7 +129,7 @@ class TraceBuffer:
                     continue
             for task in run:
                 calls = parts.get(task.number, 1) if parts else 1
-                if calls:  # else a slice was cut in its first call, or just after its last one
+                if calls:  # else a chunk was cut in its first call, or just after its last one
                     self._add_one(drone, task, _answer(task), calls)
 
     def _add_one(
@@ -139,9 +139,9 @@ class TraceBuffer:
         started, finished, received, bytes_sent, bytes_received = answer
         if sent > started:
             started = sent
-        if task.kind == CALL_SLICE:  # each part of a slice that was cut reports the same start
-            started = max(started, self._slice_ends.get(drone, 0.0))
-            self._slice_ends[drone] = finished
+        if task.kind == CALL_CHUNK:  # each part of a chunk that was cut reports the same start
+            started = max(started, self._chunk_ends.get(drone, 0.0))
+            self._chunk_ends[drone] = finished
         status = status or (DONE if task.status != FAILED else _failure_status(task))
         cpu = self._cpu.pop(task.number, None) if self._cpu else None
         queued, running = task.queued, finished - started

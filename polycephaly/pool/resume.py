@@ -32,11 +32,11 @@ from ..store.resume.encoding import encode
 from ..store.resume.identity import describe_unkeyed, identify
 from ..store.resume.run import Run, warn_of_code
 from ..wire.exceptions import unpack_exception
+from ..wire.map_chunks import Answers
 from ..wire.recorded import carries_code, record
-from ..wire.slices import Answers
 from .items import describe
-from .map_source import SLICE_SECONDS, Source
-from .task import Slice, Task
+from .map_source import CHUNK_SECONDS, Source
+from .task import Chunk, Task
 from .task_promise import facts_of
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class ResumedSource(Source):
     def _take_found(self) -> list[Found]:
         """Return the stored results of the next calls."""
         found: list[Found] = []
-        until = monotonic() + SLICE_SECONDS
+        until = monotonic() + CHUNK_SECONDS
         while len(found) < MAX_FOUND and self._look():
             each = self._looked_at[0].found
             if each is None:
@@ -208,7 +208,7 @@ class ResumedSource(Source):
         return None
 
     def _settled(self, found: list[Found]) -> Task:
-        task = self.latest_task = Slice(self.dispatcher, self._definition, b"", len(found))
+        task = self.latest_task = Chunk(self.dispatcher, self._definition, b"", len(found))
         task.first_item, self.item = self.item, self.item + len(found)
         fulfill(task.promise, _FoundAnswers(found))
         return task
@@ -272,7 +272,7 @@ class ResumedSource(Source):
 
     def _collect(self, task: Task, _: object = None) -> None:
         """Have the outcomes of a settled task stored, once. Any thread may call this: the one that
-        settles the task, and the consumer, which empties the answers of a slice.
+        settles the task, and the consumer, which empties the answers of a chunk.
         """
         with self._watched_lock:
             keys = self._watched.pop(task, None)
@@ -282,14 +282,14 @@ class ResumedSource(Source):
             for each in task.followers:
                 start = (each.first_item or 0) - first
                 self._watch(each, keys[start : start + each.count])
-            if isinstance(task, Slice) and task.promise.exception() is None:
+            if isinstance(task, Chunk) and task.promise.exception() is None:
                 answers: Answers = task.promise.result()
                 if not answers.plain:
                     with suppress(Exception):  # which the consumer meets again
                         answers.values[:] = list(answers)
                 done = list(answers.values)
                 size = sum(map(len, done))
-                self._run.put(partial(_ended_slice, task, keys, done, answers.error), size)
+                self._run.put(partial(_ended_chunk, task, keys, done, answers.error), size)
             else:
                 size = facts_of(task.promise).bytes_received
                 self._run.put(partial(_ended_call, task, keys), size)
@@ -320,14 +320,14 @@ class _Rows:
 
 
 class _FoundAnswers(Answers):
-    """Stored results, in the form of a slice's answers."""
+    """Stored results, in the form of a chunk's answers."""
 
     def __init__(self, found: list[Any]) -> None:
         self.values, self.error, self.opening = found, None, None
         self.remote_objects, self._parts = None, {}
 
 
-def _ended_slice(task: Task, keys: Keys, done: list[Any], error: bytes | None) -> Iterator[Ended]:
+def _ended_chunk(task: Task, keys: Keys, done: list[Any], error: bytes | None) -> Iterator[Ended]:
     for (item, key), result in zip(keys, done, strict=False):
         yield _ended(key, item, result)
     if error is not None and len(done) < len(keys):

@@ -288,7 +288,7 @@ class Supervisor:
         fates = handle.take_fates((handle.last_answered(), handle.last_started()))
         running = fates.running
         if running is not None:
-            calls = handle.status_page.call  # of its slice; 0 if not known
+            calls = handle.status_page.call  # of its chunk; 0 if not known
             running.lost_call = calls - 1 if 0 < calls <= running.count else None
         error = _death(handle, running)
         if error.__cause__ is not handle.cause:

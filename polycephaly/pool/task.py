@@ -39,7 +39,8 @@ from ..promises.sealed import Sealed, is_sealed
 from ..runtime.clock import monotonic
 from ..runtime.signal_handlers import is_of_signal_handler
 from ..wire.functions import FunctionRegistry, RemoteFunction, find_unpicklable
-from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS, CALL_SLICE
+from ..wire.map_chunks import MIN_SEPARATE_LENGTH, Answers, Calls, args_of_call, calls_between
+from ..wire.messages import CALL, CALL_CHUNK, CALL_FILLED, CALL_KEYWORDS
 from ..wire.pickling import MIN_LARGE_BUFFER_BYTES, join_payloads, pack
 from ..wire.placeholders import (
     PayloadWithRefs,
@@ -48,7 +49,6 @@ from ..wire.placeholders import (
     with_remote_objects,
 )
 from ..wire.shareable import SMALL_TYPES
-from ..wire.slices import MIN_SEPARATE_LENGTH, Answers, Calls, args_of_call, slice_calls
 from .inputs import propagate_failure, remove_settled_hooks
 from .interfaces import TaskOptions, TaskRunner
 from .task_promise import TaskPromise, facts_of
@@ -102,8 +102,8 @@ class Task:
     lost_call: int | None = None  # of its calls, the one in which its drone died, if known
     # In a `map`: the pickled arguments, to name the item of an error.
     item_payload: bytes | Serialized = b""
-    # The slices that take a slice's place, if the drone answered before the last call.
-    followers: Sequence[Slice] = ()
+    # The chunks that take a chunk's place, if the drone answered before the last call.
+    followers: Sequence[Chunk] = ()
     position = 0  # among the tasks that its drone was sent, from 1
     definition: RemoteFunction
     answer: Answer | None = None  # of a task that was answered by itself
@@ -495,7 +495,7 @@ class Task:
 
     @property
     def item(self) -> int | None:
-        """The index of the task's call in a `map`. A slice of several calls has none."""
+        """The index of the task's call in a `map`. A chunk of several calls has none."""
         return self.first_item if self.count == 1 else None
 
     @property
@@ -698,12 +698,12 @@ class Answer(NamedTuple):
     bytes_received: int = 0
 
 
-class Slice(Task):
+class Chunk(Task):
     """Several calls of one function. The value is an `Answers`."""
 
-    kind = CALL_SLICE
+    kind = CALL_CHUNK
     continues = False
-    """True for the rest of a slice that was cut while running. A slice is cut only once, so a
+    """True for the rest of a chunk that was cut while running. A chunk is cut only once, so a
     second cut is a repeated message."""
 
     def __init__(
@@ -731,8 +731,8 @@ class Slice(Task):
             self.item_payload = b""
         return answers
 
-    def split(self, done: int, rest: int) -> tuple[Slice, Slice]:
-        """Return the running call, if any, and the `rest`, of a slice whose first `done` calls are
+    def split(self, done: int, rest: int) -> tuple[Chunk, Chunk]:
+        """Return the running call, if any, and the `rest`, of a chunk whose first `done` calls are
         answered. Called while holding the reactor's lock.
         """
         begun = self.count - rest
@@ -742,9 +742,9 @@ class Slice(Task):
         running.queued = self.queued
         return running, later
 
-    def _part(self, start: int, stop: int) -> Slice:
-        calls = slice_calls(self.payload, start, stop)
-        part = Slice(self.dispatcher, self.definition, calls, stop - start)
+    def _part(self, start: int, stop: int) -> Chunk:
+        calls = calls_between(self.payload, start, stop)
+        part = Chunk(self.dispatcher, self.definition, calls, stop - start)
         part.retries, part.priority = self.retries, self.priority
         if self.first_item is not None:
             part.first_item = self.first_item + start

@@ -35,7 +35,7 @@ class Span(NamedTuple):
         "done", "error", "cancelled", "timeout" or "died"; at the moment of the timeline also
         "running" or "sent".
     calls
-        More than 1 for a slice of a `map`, or for short calls that share a span.
+        More than 1 for a chunk of a `map`, or for short calls that share a span.
     cpu
         Seconds of processor time of the process meanwhile; None if not measured (short calls).
     whole
@@ -45,7 +45,7 @@ class Span(NamedTuple):
     needed
         Numbers of the tasks whose values it took as promises.
     item
-        The index of a call of a `map` among all of them, or of the first one of a slice.
+        The index of a call of a `map` among all of them, or of the first one of a chunk.
     """
 
     name: str

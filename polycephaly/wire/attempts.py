@@ -1,4 +1,4 @@
-"""Calls whose errors are values, so that one that fails ends neither a slice nor a `map`."""
+"""Calls whose errors are values, so that one that fails ends neither a chunk nor a `map`."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class RemoteFunction:
 
         Longer times, and times of many calls, change the estimate faster.
         """
-        if not calls:  # a slice that was cut just after its last call had ended
+        if not calls:  # a chunk that was cut just after its last call had ended
             return
         seconds /= calls
         # Not a duration: any estimate computed from NaN or infinity would stay useless.

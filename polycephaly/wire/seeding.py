@@ -3,7 +3,7 @@
     fn, (entropy, spawn_key) ── SeededFunction ──> a drone:  fn(*args), its generators seeded
     args, i ── a row of arguments, the index last ──┘
 
-The index of a call is an argument of that call. So it goes wherever the call goes: into a slice of
+The index of a call is an argument of that call. So it goes wherever the call goes: into a chunk of
 a `map`, to another drone after a death, into a second attempt.
 """
 

@@ -13,7 +13,7 @@ had begun:
     steps     while the main thread waits for promises, or tasks overlap: one more than the number
               of times that green threads have gone on; else 0
     debugged  1 while the drone is at a `breakpoint()`; else 0
-    call      of a slice: how many of its calls have begun; 0 if that is not told
+    call      of a chunk: how many of its calls have begun; 0 if that is not told
     holder    number of the overlapped task that lets no other run, because it does not await
 
 Only the drone writes, so no lock is needed: an aligned 8-byte store is not torn, and the count of

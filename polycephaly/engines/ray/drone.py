@@ -272,7 +272,7 @@ class RayDrone(DroneExecutor):
         with self.socket_lock:
             entries = self._exit_record.count_entries()
             self._send_outcomes()
-            self._cut_slice()
+            self._cut_chunk()
             has_output = any(file.has_more() for file in self._output_files)
             if self._outbox or heartbeat or has_output:
                 return self._make_report(entries)

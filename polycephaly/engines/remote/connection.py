@@ -71,7 +71,7 @@ class Connection(ServerConnection, TaskRunner):
     """
 
     stores_results = False
-    sends_slices = False
+    sends_chunks = False
     calls_ahead = messages.MAX_UNANSWERED_CALLS
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`Pool.map` in slices, and calls that travel together: nothing may show that they do."""
+"""`Pool.map` in chunks, and calls that travel together: nothing may show that they do."""
 
 import array
 import contextlib
@@ -32,17 +32,17 @@ from scripts import Script, output_of
 from work import double, echo
 
 import polycephaly as poly
-from polycephaly.drone.slices import MAX_MARKED_CALLS
+from polycephaly.drone.chunk_run import MAX_MARKED_CALLS
 from polycephaly.pool import map as map_module
 from polycephaly.pool.dispatcher import Dispatcher
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import TaskOptions
 from polycephaly.pool.map import Ordered
 from polycephaly.pool.map_source import Source
-from polycephaly.pool.task import Slice
+from polycephaly.pool.task import Chunk
+from polycephaly.wire.map_chunks import ENDED, ITEMS, pack_answers, pack_calls, split_head
 from polycephaly.wire.messages import SPLIT, pack_outcome, pack_outcomes
 from polycephaly.wire.shareable import bytes_together
-from polycephaly.wire.slices import ENDED, ITEMS, pack_answers, pack_calls, split_head
 
 PATIENCE = 60.0
 SOAKS = int(os.environ.get("POLYCEPHALY_SOAKS", "3"))
@@ -60,7 +60,7 @@ def paths(tmp_path):
     return [str(tmp_path / name) for name in ("ran", "gate", "held")]
 
 
-def test_calls_are_not_held_back_for_a_whole_slice_while_the_drones_are_idle():
+def test_calls_are_not_held_back_for_a_whole_chunk_while_the_drones_are_idle():
     reactor = FakeReactor()
     dispatcher = dispatcher_of(reactor, 2)
     stream = Ordered(
@@ -166,7 +166,7 @@ def test_calls_of_a_map_share_a_function_also_after_one_that_was_sent_alone_is_a
             captured.append(0)
             return len(captured)
 
-        # The first map shows how short the calls are. Then an item that is too large for a slice
+        # The first map shows how short the calls are. Then an item that is too large for a chunk
         # has just been sent, alone, when 65 calls are on their way.
         assert list(pool.map(count, range(100))) == [1] * 100
         items = (bytes(100_000) if i % 2 else i for i in range(200))
@@ -276,7 +276,7 @@ def die_slowly(path, where, i):
 
 
 def make_known_as_short(pool, fn):
-    """So that the next calls of `fn` go in slices, however slow this machine is."""
+    """So that the next calls of `fn` go in chunks, however slow this machine is."""
     pool._dispatcher.registry.define(fn).record_duration(0.03, 1000)
 
 
@@ -488,7 +488,7 @@ def test_a_result_is_as_it_was_when_it_was_returned():
     with poly.Pool(1) as pool:
         make_known_as_short(pool, keep_the_last_ones)
         said = list(pool.map(keep_the_last_ones, range(900)))
-        # Where a slice is cut, others come between.
+        # Where a chunk is cut, others come between.
         assert [each[-1] for each in said] == [*range(900)]
         made = [pool.promise(keep_the_last_ones, n) for n in range(900)]
         assert [p.result(PATIENCE)[-1] for p in made] == [*range(900)]
@@ -538,7 +538,7 @@ def test_inputs_are_taken_one_after_another_in_the_callers_thread_and_not_far_ah
     assert counting.taken < 3000 + 8192
 
 
-def test_buffersize_bounds_slices_too(pool):
+def test_buffersize_bounds_chunks_too(pool):
     make_known_as_short(pool, echo)
     for size in (1, 2, 40, 500):
         counting = Counting(itertools.count())
@@ -813,7 +813,7 @@ def test_an_item_that_cannot_be_sent_is_an_error_in_its_place(pool, home_is_know
         assert list(pool.map(type, [1, [1]])) == [int, list]
 
 
-# -- slices are cut --------------------------------------------------------------------------------
+# -- chunks are cut --------------------------------------------------------------------------------
 
 
 @pytest.mark.guarantee("pool-8")
@@ -832,10 +832,10 @@ def test_one_call_that_takes_long_keeps_no_other_waiting(pool, paths, fn, where)
 
 
 @pytest.mark.guarantee("pool-9")
-def test_what_is_done_of_a_slice_is_given_while_its_next_call_runs(pool, paths):
+def test_what_is_done_of_a_chunk_is_given_while_its_next_call_runs(pool, paths):
     known = functools.partial(
         held_at, *paths, {400}
-    )  # the other drone runs what a slice before may give back
+    )  # the other drone runs what a chunk before may give back
     make_known_as_short(pool, known)
     results = pool.map(known, range(2000), timeout=PATIENCE)
     assert [next(results) for _ in range(400)] == list(range(400))
@@ -939,7 +939,7 @@ def test_the_death_of_one_of_the_longer_calls_is_raised_at_that_call(pool, paths
     assert list(pool.map(double, range(500))) == list(map(double, range(500)))
 
 
-def test_a_death_among_short_calls_is_raised_at_the_first_of_their_slice(pool, paths):
+def test_a_death_among_short_calls_is_raised_at_the_first_of_their_chunk(pool, paths):
     known = functools.partial(die_once, paths[0], 700)
     for _ in range(4):
         make_known_as_short(pool, known)
@@ -951,7 +951,7 @@ def test_a_death_among_short_calls_is_raised_at_the_first_of_their_slice(pool, p
         assert raised.value.exitcode == 7
         assert said == list(range(len(said))) and len(said) <= 700
         (noted,) = raised.value.__notes__
-        # A slice of more calls than that tells no more: a slow machine makes large ones.
+        # A chunk of more calls than that tells no more: a slow machine makes large ones.
         several = re.fullmatch(r"in map\(die_once, ...\), one of the items (\d+) to (\d+)", noted)
         if several:
             first, last = map(int, several.groups())
@@ -966,7 +966,7 @@ def test_a_death_among_short_calls_is_raised_at_the_first_of_their_slice(pool, p
     assert list(pool.map(known, range(3000))) == list(range(3000))
 
 
-def test_with_retries_only_the_slice_of_the_dead_is_run_again(paths):
+def test_with_retries_only_the_chunk_of_the_dead_is_run_again(paths):
     known = functools.partial(die_once, paths[0], 700)
     with poly.Pool(2, retries=1, output="discard") as pool:
         for ordered in (True, False):
@@ -977,12 +977,12 @@ def test_with_retries_only_the_slice_of_the_dead_is_run_again(paths):
             assert set(counts) == set(range(3000)) and max(counts.values()) == 2
             assert again[-1] == 700 and again == list(
                 range(again[0], 701)
-            )  # what had begun of one slice, no more
+            )  # what had begun of one chunk, no more
             os.unlink(paths[0])
 
 
 @pytest.mark.parametrize("retries", [0, 1])
-def test_a_call_that_dies_after_its_slice_was_cut_takes_nothing_along(paths, retries):
+def test_a_call_that_dies_after_its_chunk_was_cut_takes_nothing_along(paths, retries):
     known = functools.partial(held_then_dead, *paths, {700})
     with poly.Pool(2, retries=retries, output="discard") as pool:
         make_known_as_short(pool, known)
@@ -1180,10 +1180,10 @@ def test_who_ends_the_iterator_ends_the_work(pool, paths, fn, ordered, how):
     assert list(pool.map(double, range(1000))) == list(map(double, range(1000)))
 
 
-def test_a_slice_that_was_cut_is_cancelled_with_all_that_follows_it(pool, paths):
+def test_a_chunk_that_was_cut_is_cancelled_with_all_that_follows_it(pool, paths):
     known = functools.partial(
         held_at, *paths, {300}
-    )  # the other drone runs what a slice before may give back
+    )  # the other drone runs what a chunk before may give back
     make_known_as_short(pool, known)
     pids = {d.pid for d in pool.drones}
     results = pool.map(known, range(3000), timeout=PATIENCE)
@@ -1195,13 +1195,13 @@ def test_a_slice_that_was_cut_is_cancelled_with_all_that_follows_it(pool, paths)
     assert set(ran(paths[0]).values()) == {1}
 
 
-def test_a_slice_that_was_cut_again_and_again_is_cancelled_with_all_that_follows_it():
+def test_a_chunk_that_was_cut_again_and_again_is_cancelled_with_all_that_follows_it():
     """While no result is taken, each rest may be cut in turn, and the followers stay a chain."""
     reactor, cuts = FakeReactor(), sys.getrecursionlimit()
     dispatcher = dispatcher_of(reactor, 1)
     [handle] = dispatcher.handles
     calls = pack_calls(ITEMS, False, range(cuts + 1))
-    first = Slice(dispatcher, dispatcher.registry.define(operator.neg), calls, cuts + 1)
+    first = Chunk(dispatcher, dispatcher.registry.define(operator.neg), calls, cuts + 1)
     dispatcher.submit_task(first)
     for rest in range(cuts, 0, -1):
         reactor.turn()
@@ -1765,14 +1765,14 @@ def test_large_rows_travel_many_together_and_are_divided_when_one_takes_long(poo
     items = [numpy.full(1000, i) for i in range(600)] + [f"{i:05d}" * 3000 for i in range(200)]
     list(pool.map(_first, items))
     counts = Counter()
-    real = Source._slice
+    real = Source._chunk
 
-    def slice_of(source, form, rows, *size):
+    def chunk_of(source, form, rows, *size):
         counts[type(pack_calls(form, False, rows, source._store)).__name__] += 1
         return real(source, form, rows, *size)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Source, "_slice", slice_of)
+        patch.setattr(Source, "_chunk", chunk_of)
         assert list(pool.map(_first, items)) == [*range(600), *"0" * 200]
         assert list(pool.map(_first, iter(items))) == [*range(600), *"0" * 200]
         assert counts["Serialized"]
@@ -1872,7 +1872,7 @@ def test_objects_of_main_go_by_name_if_the_drones_have_their_class_and_else_by_v
     ]
 
 
-def test_one_slow_report_does_not_make_the_next_slices_small():
+def test_one_slow_report_does_not_make_the_next_chunks_small():
     """The drone had lost its core for a moment."""
     source = Source(dispatcher_of(FakeReactor(), 2), TaskOptions(), echo, [itertools.count()])
     source._definition.seconds = 1e-5
@@ -1896,7 +1896,7 @@ def test_the_last_calls_are_divided_among_the_drones_unless_that_costs_more_than
     assert source.best_size() >= 16
 
 
-def test_long_strings_among_short_ones_end_a_slice_by_their_size(pool):
+def test_long_strings_among_short_ones_end_a_chunk_by_their_size(pool):
     lengths = [10] * 3000 + [400_000, 10, 300, 400_000] * 20
     known = functools.partial(str.__mul__, "x")
     assert [*map(len, pool.map(known, lengths))] == lengths

@@ -1,10 +1,10 @@
-"""A slice of a `map`, as a drone runs it.
+"""A chunk of a `map`, as a drone runs it.
 
     calls ──main thread: popleft, call──> done ──> the outcome
-      └──control thread: pop, from the end──> returned, if the slice takes too long
+      └──control thread: pop, from the end──> returned, if the chunk takes too long
 
-A slice is meant for four milliseconds of work, estimated from earlier calls. If a slice takes
-longer than the control thread's window, that thread *cuts* the slice: calls that were not begun are
+A chunk is meant for four milliseconds of work, estimated from earlier calls. If a chunk takes
+longer than the control thread's window, that thread *cuts* the chunk: calls that were not begun are
 returned, so that other drones can run them, and the answers so far are sent. The main thread goes
 on with the current call and sends that answer by itself.
 
@@ -37,17 +37,17 @@ from ..wire.detached import (
     size_of_container,
 )
 from ..wire.main_names import MainSnapshot
+from ..wire.map_chunks import ITEMS, MIN_SEPARATE_LENGTH, PICKLED, Packed, unpack_calls
 from ..wire.pickling import capture_builtins
 from ..wire.shareable import BATCHED_TYPES, ITEM_BYTES, SMALL_TYPES, check_of
-from ..wire.slices import ITEMS, MIN_SEPARATE_LENGTH, PICKLED, Packed, unpack_calls
 from .sigterm import Sigterm
 
 MAX_ANSWER_BYTES = 256 * 1024
-"""Bytes of answers after which a slice ends and returns the rest."""
+"""Bytes of answers after which a chunk ends and returns the rest."""
 
 
 MAX_MARKED_CALLS = 256
-"""Calls of a slice up to which each is marked in the status page. The calls of a slice of more take
+"""Calls of a chunk up to which each is marked in the status page. The calls of a chunk of more take
 less than 4 µs, and the mark would take some per cent of that.
 """
 
@@ -55,8 +55,8 @@ less than 4 µs, and the mark would take some per cent of that.
 _BUILTIN_TYPES = BATCHED_TYPES | CONTAINER_TYPES | {tuple, frozenset, bytearray}
 
 
-class SliceRun:
-    """A slice being run. `open_function` gives the function; with True, a fresh one. `mark_call`
+class ChunkRun:
+    """A chunk being run. `open_function` gives the function; with True, a fresh one. `mark_call`
     displays how many calls have begun, so that the call in which the drone dies is known.
     """
 
@@ -84,8 +84,8 @@ class SliceRun:
         self._open = open_function
         self._pack = pack
         self._detacher = Detacher(snapshot)
-        # How to add a value, by its type. A class is asked once a slice how its instances are
-        # pickled: if a call adds a hook of pickle to it, the results of the next slice obey.
+        # How to add a value, by its type. A class is asked once a chunk how its instances are
+        # pickled: if a call adds a hook of pickle to it, the results of the next chunk obey.
         self._ways = _WAYS.copy()
         self._mark_call = mark_call
         self._sigterm = sigterm
@@ -112,10 +112,10 @@ class SliceRun:
         self._mark_call(0)
 
     def _run_items(self, function: Callable[..., Any]) -> None:
-        # SIGTERM ends the slice only where the control thread cuts it: a check would take a tenth
+        # SIGTERM ends the chunk only where the control thread cuts it: a check would take a tenth
         # of the time of such short calls.
         next_item, add_small, small = self.calls.popleft, self.done.append, SMALL_TYPES
-        ways, add_other = self._ways, SliceRun._add_other
+        ways, add_other = self._ways, ChunkRun._add_other
         while True:
             try:
                 item = next_item()
@@ -181,8 +181,8 @@ class SliceRun:
             del value
 
     def _add_answer(self, value: Any) -> bool:
-        """Add a value; return True if the slice must end because its answers are so large."""
-        return self._ways.get(type(value), SliceRun._add_other)(self, value)
+        """Add a value; return True if the chunk must end because its answers are so large."""
+        return self._ways.get(type(value), ChunkRun._add_other)(self, value)
 
     def add_small(self, value: Any) -> bool:
         self.done.append(value)
@@ -205,14 +205,14 @@ class SliceRun:
         return False
 
     def _add_other(self, value: Any) -> bool:
-        """Add a value of a type that no call of the slice has returned before."""
+        """Add a value of a type that no call of the chunk has returned before."""
         if is_coroutine(value):
             from ..green import run
 
             return self._add_answer(run(value))
         kind = type(value)
         is_fit = check_of(kind)
-        way: Way = SliceRun.add_copy if is_fit is None else partial(_add_if, is_fit)
+        way: Way = ChunkRun.add_copy if is_fit is None else partial(_add_if, is_fit)
         self._ways[kind] = way
         return way(self, value)
 
@@ -226,7 +226,7 @@ class SliceRun:
                 self._bytes += size
                 self.done.append(copy)
                 return False
-        self._ways[type(value)] = SliceRun.add_copy  # which gives up after some
+        self._ways[type(value)] = ChunkRun.add_copy  # which gives up after some
         return self.add_copy(value)
 
     def add_copy(self, value: Any) -> bool:
@@ -242,7 +242,7 @@ class SliceRun:
         return False
 
     def _add_packed(self, value: Any) -> bool:
-        """Add the pickle of a value; return True if the slice must end."""
+        """Add the pickle of a value; return True if the chunk must end."""
         self.packed = True
         packed: Any = None
         # With few of other types in them; ends of channels are handed on when they are pickled.
@@ -260,7 +260,7 @@ class SliceRun:
         return self._bytes > MAX_ANSWER_BYTES
 
     def attribute_error(self) -> None:
-        """Attribute the error with which the slice has ended to the call after those that are done.
+        """Attribute the error with which the chunk has ended to the call after those that are done.
 
         The error may have come between two calls, as an interrupt does, or when the function was
         unpickled. Then it belongs to the next call, or is dropped if there is none. Called holding
@@ -287,7 +287,7 @@ class SliceRun:
         return taken
 
 
-def _add_if(is_fit: Callable[[Any], bool], run: SliceRun, value: Any) -> bool:
+def _add_if(is_fit: Callable[[Any], bool], run: ChunkRun, value: Any) -> bool:
     """Add a value as it is if it `is_fit` to share a pickle."""
     if not is_fit(value):
         return run.add_copy(value)
@@ -295,13 +295,13 @@ def _add_if(is_fit: Callable[[Any], bool], run: SliceRun, value: Any) -> bool:
     return False
 
 
-Way = Callable[[SliceRun, Any], bool]
-"""Adds a value; returns True if the slice must end because its answers are so large."""
+Way = Callable[[ChunkRun, Any], bool]
+"""Adds a value; returns True if the chunk must end because its answers are so large."""
 _WAYS: dict[type, Way] = {
-    **dict.fromkeys(SMALL_TYPES, SliceRun.add_small),
-    **dict.fromkeys((str, bytes), SliceRun.add_text),
-    **dict.fromkeys((tuple, frozenset), SliceRun.add_tuple),
-    **dict.fromkeys(CONTAINER_TYPES, SliceRun.add_container),
+    **dict.fromkeys(SMALL_TYPES, ChunkRun.add_small),
+    **dict.fromkeys((str, bytes), ChunkRun.add_text),
+    **dict.fromkeys((tuple, frozenset), ChunkRun.add_tuple),
+    **dict.fromkeys(CONTAINER_TYPES, ChunkRun.add_container),
 }
 
 

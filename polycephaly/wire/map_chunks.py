@@ -1,7 +1,7 @@
-"""Encoding of `map`'s slices: many calls of one function in one task, many answers in one outcome.
+"""Encoding of `map`'s chunks: many calls of one function in one task, many answers in one outcome.
 
     calls    range | pickle of (form, fresh, rows)     The range selects the rows to call: the rest
-                                                       of a slice is the same bytes, another range.
+                                                       of a chunk is the same bytes, another range.
                                                        A large pickle is in shared memory.
     answers  pickle of (values, indices, error,        `indices` are those of the values that are
              pickles, groups), then, if `pickles` is   pickled one by one. The groups are instances,
@@ -30,7 +30,7 @@ from .detached import Group, Returned, Unmade, returned_groups
 from .pickling import join_payloads, store_pickle
 
 Calls = bytes | Serialized
-"""The packed calls of a slice. In shared memory, the range alone is `inline`."""
+"""The packed calls of a chunk. In shared memory, the range alone is `inline`."""
 
 ITEMS, ROWS, PICKLED = range(3)
 """Forms of rows: a single argument, a tuple of arguments, or the pickle of such a tuple."""
@@ -42,13 +42,13 @@ _RANGE = Struct("<II")
 _SPLIT = Struct("<IIB")
 
 ENDED, RUNNING, FAILED = range(3)
-"""States of a slice in its drone: ended; running a call, or just past the last one; ended with an
+"""States of a chunk in its drone: ended; running a call, or just past the last one; ended with an
 error, after which the remaining calls are not needed.
 """
 
 
 def pack_calls(form: int, fresh: bool, rows: Sequence[Any], store: Store | None = None) -> Calls:
-    """Pack a slice, in shared memory if it is large and there is a store with room. If `fresh`,
+    """Pack a chunk, in shared memory if it is large and there is a store with room. If `fresh`,
     each call gets a function object of its own. Raises `PicklingError` if the class of an instance
     cannot be pickled by its name any more.
     """
@@ -60,7 +60,7 @@ def pack_calls(form: int, fresh: bool, rows: Sequence[Any], store: Store | None 
     return head + stored
 
 
-def slice_calls(calls: Calls, start: int, stop: int) -> Calls:
+def calls_between(calls: Calls, start: int, stop: int) -> Calls:
     """Return packed calls `start` to `stop` of `calls`, counted within its range."""
     if isinstance(calls, Serialized):
         return Serialized(_part_of(calls.inline, start, stop), calls.places)
@@ -104,7 +104,7 @@ def args_of_call(calls: Calls, index: int) -> Sequence[Any]:
 def pack_answers(
     done: list[Any], packed: bool, error: bytes | None, store: Store
 ) -> bytes | Serialized:
-    """Pack the answers of a slice.
+    """Pack the answers of a chunk.
 
     `done` holds values, some of them `Packed` or `Returned` if `packed` is true. `error` is the
     error of the call after them, if one failed.
@@ -125,7 +125,7 @@ _SEPARATE = frozenset((Packed, Returned))
 
 
 class Answers:
-    """The answers of a slice, as far as its calls were done."""
+    """The answers of a chunk, as far as its calls were done."""
 
     _are_pickles = False  # each value was pickled by itself, and `values` are the pickles
 
