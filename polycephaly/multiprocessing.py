@@ -202,8 +202,9 @@ class Pool:
     -----
     All methods may be called from any thread. As in the standard library, a call of `map` that
     raises does not stop the others: the error is raised when all have ended. A call that is lost
-    with its drone, or exceeds a time limit, ends its `map` or `imap` at once. `chunksize` has no
-    effect, because chunks follow the measured time of the calls.
+    with its drone, or exceeds a time limit, ends its `map` or `imap` at once. Chunks follow the
+    measured time of the calls, unless a `chunksize` above 1 is given: 1 is the default of `imap`,
+    and to send short calls one by one would only take longer.
 
     Examples
     --------
@@ -401,7 +402,8 @@ class Pool:
         self._check_running()
         if not callable(func):
             raise TypeError(f"func is a callable, not {brief(func)}")
-        return self._drones.map(partial(call, func), items, chunksize=chunksize, ordered=ordered)
+        size = None if chunksize == 1 else chunksize
+        return self._drones.map(partial(call, func), items, chunksize=size, ordered=ordered)
 
     def _imap(
         self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int, *, ordered: bool

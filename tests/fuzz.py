@@ -67,21 +67,19 @@ from polycephaly.timeline import Span, event_log
 from polycephaly.wire import functions
 from polycephaly.wire.exceptions import pack_exception, unpack_exception
 from polycephaly.wire.map_chunks import (
-    ENDED,
-    FAILED,
     ITEMS,
     ROWS,
-    RUNNING,
     Answers,
     Packed,
+    answers_head,
     pack_answers,
     pack_calls,
-    split_head,
+    unpack_answers,
     unpack_calls,
-    unpack_split,
 )
 from polycephaly.wire.message_socket import MAX_PACKET_BYTES, MessageSocket
 from polycephaly.wire.messages import (
+    ANSWERS,
     CALL,
     CALL_CHUNK,
     CALL_FILLED,
@@ -106,7 +104,6 @@ from polycephaly.wire.messages import (
     RELEASE_RANGE,
     RETURNED,
     SHARED,
-    SPLIT,
     STOP,
     VALUE,
     VALUES,
@@ -118,11 +115,13 @@ from polycephaly.wire.messages import (
     pack_numbers,
     pack_outcome,
     pack_outcomes,
+    pack_returned,
     pack_values,
     unpack_frames,
     unpack_lists,
     unpack_numbers,
     unpack_outcomes,
+    unpack_returned,
     unpack_work,
 )  # fmt: skip
 from polycephaly.wire.pickling import join_payloads
@@ -277,21 +276,24 @@ def result_messages(
         [pack_values(
             [*known, *range(UNLIKELY, UNLIKELY + 5)], *([0.5] * (len(known) + 5) for _ in range(3))
         )],
-        [outcome(one, SPLIT, split_head(3, 0, ENDED) + answers)],
-        [outcome(one, SPLIT, split_head(1, 2, RUNNING) + answers)],
-        [outcome(other, SPLIT, split_head(0, 3, ENDED) + answers), outcome(one, VALUE, b"")],
-        [outcome(one, SPLIT, split_head(1, 1, FAILED) + answers)],
+        [outcome(one, ANSWERS, answers_head(0, 3, False) + answers)],
+        [outcome(one, ANSWERS, answers_head(1, 2, False) + answers)],
+        [outcome(other, ANSWERS, answers_head(0, 0, False) + answers), outcome(one, VALUE, b"")],
+        [outcome(one, ANSWERS, answers_head(1, 1, True) + answers)],
         [outcome(0, EVENT_LOG, trail_of_one()), outcome(one, PROCESSOR_TIME, b""),
             outcome(one, VALUE, value)],
         [outcome(one, VALUE | SHARED, shared_payload(store, ref_table))],
-        [outcome(one, SPLIT | SHARED, split_head(3, 0, ENDED) + shared_payload(store, ref_table))],
+        [outcome(
+            one, ANSWERS | SHARED, answers_head(0, 3, False) + shared_payload(store, ref_table)
+        )],
     ]  # fmt: skip
     beside = [outcome(one, VALUE | LARGE, b""), outcome(other, VALUE, b"")]
     return [
         *map(pack_outcomes, entries),
         pack_outcomes([each for entry in entries for each in entry]),
         pack_outcomes(beside, [bytes(MIN_LARGE_BYTES)]),
-        pack_numbers(RETURNED, known),
+        pack_returned([(number, 0) for number in known]),
+        pack_returned([(number, 1) for number in known]),
         pack_numbers(RETURNED, range(UNLIKELY, UNLIKELY + 4)),
         pack_frames(UNLIKELY, report_of(one)),
         pack_frames(UNLIKELY, {"frames": [["f", "x.py", 1]], "stacks": [[[0], 1]]}, PROFILE),
@@ -449,11 +451,12 @@ class Decoders:
         for each in (frames, heard) if heard else (frames,):
             if self._strictly(message_type, each) is not None:
                 self._strictly(unpack_numbers, each)
+                self._strictly(unpack_returned, each)
                 self._report(self._strictly(unpack_frames, each))
                 self._work(self._strictly(unpack_work, each) or [])
                 self._results(self._strictly(unpack_outcomes, each) or [])
         for frame in frames[:2]:
-            self._strictly(unpack_split, frame)
+            self._strictly(unpack_answers, frame)
             self._strictly(Received, frame, self._ref_table)
             self._strictly(Received, frame[22:], self._ref_table)
         self._ref_table.returned.clear()
@@ -480,8 +483,8 @@ class Decoders:
     def _results(self, outcomes: list[Any]) -> None:
         for _, status, _, _, payload, _ in outcomes:
             shared, status = status & SHARED, status & ~SHARED
-            if status == SPLIT:
-                parts = self._strictly(unpack_split, payload)
+            if status == ANSWERS:
+                parts = self._strictly(unpack_answers, payload)
                 if parts is None:
                     continue
                 payload = parts[3]
@@ -491,7 +494,7 @@ class Decoders:
                 self._strictly(unpack_lists, payload, 4)
             elif status == ERROR:
                 self._opened(lambda it: unpack_exception(bytes(it)), payload)
-            elif status == SPLIT:
+            elif status == ANSWERS:
                 self._opened(lambda it: list(Answers(it)), payload)
             elif status == VALUE:
                 self._opened(load, payload)

@@ -20,6 +20,7 @@ import pytest
 import polycephaly.pool.dispatcher
 from polycephaly.engines.local.launcher import Launcher
 from polycephaly.memory.references import RefTable
+from polycephaly.pool.chunk import Chunk
 from polycephaly.pool.config import PoolConfig
 from polycephaly.pool.drone_handle import DroneHandle as DroneHandle
 from polycephaly.pool.engine import Engine
@@ -32,6 +33,7 @@ from polycephaly.runtime.hidden import Hidden
 from polycephaly.runtime.timers import Timers
 from polycephaly.wire.functions import FunctionRegistry
 from polycephaly.wire.main_names import MainSnapshot
+from polycephaly.wire.map_chunks import ITEMS, pack_calls
 from polycephaly.wire.messages import (
     VALUE,
     message_type,
@@ -383,6 +385,14 @@ async def overlapped(*inputs):
     raise AssertionError("nothing is run here")
 
 
+def brief(*args):
+    raise AssertionError("nothing is run here")
+
+
+def lasting(*args):
+    raise AssertionError("nothing is run here")
+
+
 def about(*times):
     return pytest.approx([*times], abs=A_MOMENT)
 
@@ -399,6 +409,16 @@ def submitted(dispatcher, what, *args, target=None, task_options=None):
     task = Task(dispatcher)
     dispatcher.submit(what, args, {}, target, task_options, task)
     return task
+
+
+def give_chunk(dispatcher, what, items, first_item=10, retries=0):
+    """A chunk of a map, sent if a drone takes it."""
+    calls = pack_calls(ITEMS, False, items)
+    chunk = Chunk(dispatcher, dispatcher.registry.define(what), calls, len(items))
+    chunk.first_item, chunk.retries = first_item, retries
+    dispatcher.submit_task(chunk)
+    dispatcher.reactor.turn()
+    return chunk
 
 
 def give(dispatcher, what, *args, timeout=None, retries=0, target=None):

@@ -1,48 +1,39 @@
-"""A pool's decisions in any interleaving of callers, drones, messages and time
-(scripted_drones.py), and what was found so.
+"""What has gone wrong between callers, drones, messages and time, each with its own test: most was
+found by walks through such interleavings (test_pool_state.py has those of today).
 """
 
-import random
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from in_time import dispatcher_of, give, make_ready, overlapped, submitted
-from scripted_drones import brief, interleave, lasting
+from in_time import (
+    brief,
+    dispatcher_of,
+    give,
+    give_chunk,
+    lasting,
+    make_ready,
+    overlapped,
+    submitted,
+)
 
 from polycephaly import DroneDied, Promise
+from polycephaly.errors import Malformed
 from polycephaly.pool.collecting import take_timeline
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import TaskOptions
-from polycephaly.pool.task import Chunk, Task
-from polycephaly.wire.map_chunks import ENDED, ITEMS, RUNNING, pack_answers, pack_calls, split_head
+from polycephaly.pool.task import Task
+from polycephaly.wire.map_chunks import answers_head, pack_answers
 from polycephaly.wire.messages import (
+    ANSWERS,
     CALLS,
-    SPLIT,
+    RECALL,
     pack_outcome,
     pack_outcomes,
+    pack_returned,
     unpack_lists,
     unpack_work,
 )
-
-STEPS = 60
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_every_call_runs_once_or_is_reported(data):
-    interleave(lambda below: data.draw(st.integers(0, below - 1)), STEPS)
-
-
-@pytest.mark.guarantee("work-22")
-@pytest.mark.parametrize("seed", range(5))
-def test_every_call_runs_once_or_is_reported_by_seed(seed):
-    for number in range(100):
-        interleave(random.Random(100 * seed + number).randrange, STEPS)
-
-
-# -- found so --------------------------------------------------------------------------------------
 
 
 def test_a_call_that_waits_for_a_promise_gets_the_error_of_the_pool_that_breaks(reactor):
@@ -66,45 +57,80 @@ def test_a_caller_gets_the_error_of_queueing_a_task_whose_inputs_are_settled(rea
         dispatcher.submit(brief, (value,), {})
 
 
+def answer(handle, number, first, values):
+    payload = answers_head(first, len(values), False) + pack_answers(values, False, None, None)
+    now = handle.dispatcher.reactor.now
+    outcome = pack_outcome(number, ANSWERS, now, now + 0.001 * len(values), payload, b"")
+    handle_message(handle.dispatcher, handle, pack_outcomes([outcome]))
+
+
 def test_what_a_drone_answers_after_its_pool_broke_is_ignored(reactor):
     dispatcher = dispatcher_of(reactor, 2, on_death="break")
     first, second = dispatcher.handles
-    task = Chunk(dispatcher, dispatcher.registry.define(brief), pack_calls(ITEMS, False, "abc"), 3)
-    dispatcher.submit_task(task)
-    reactor.turn()
+    chunk = give_chunk(dispatcher, brief, "abc")
     busy, other = (first, second) if first.in_flight else (second, first)
     other.dies()
-    answers = split_head(1, 1, RUNNING) + pack_answers(["a"], False, None, None)
-    handle_message(
-        busy.dispatcher,
-        busy,
-        pack_outcomes([pack_outcome(task.number, SPLIT, 0.0, 0.0, answers, b"")]),
-    )
+    answer(busy, chunk.number, 0, "a")
+    handle_message(dispatcher, busy, pack_returned([(chunk.number, 1)]))
     reactor.turn()
-    assert isinstance(task.promise.exception(), DroneDied) and not task.followers
+    assert isinstance(chunk.promise.exception(), DroneDied) and not chunk.rests
 
 
-def test_a_part_of_a_chunk_without_calls_is_no_span(reactor):
+def test_each_part_of_a_chunk_has_a_span_of_its_own(reactor):
     dispatcher = dispatcher_of(reactor, 1)
     [handle] = dispatcher.handles
-    task = Chunk(dispatcher, dispatcher.registry.define(brief), pack_calls(ITEMS, False, "abc"), 3)
-    task.first_item = 10
-    dispatcher.submit_task(task)
+    chunk = give_chunk(dispatcher, brief, "abc")
+    handle_message(dispatcher, handle, pack_returned([(chunk.number, 2)]))
+    answer(handle, chunk.number, 0, "a")
     reactor.turn()
-
-    def answer(number, values, rest, state):
-        payload = split_head(len(values), rest, state) + pack_answers(values, False, None, None)
-        outcome = pack_outcome(number, SPLIT, reactor.now, reactor.now, payload, b"")
-        handle_message(dispatcher, handle, pack_outcomes([outcome]))
-        reactor.turn()
-
-    answer(task.number, [], 2, RUNNING)  # cut in its first call
-    answer(task.number, ["a"], 0, ENDED)
     [rest] = handle.in_flight.values()
-    answer(rest.number, ["b", "c"], 0, RUNNING)  # cut after its last call, and of that it says so
-    answer(rest.number, [], 0, ENDED)
+    answer(handle, rest.number, 0, "b")
+    answer(handle, rest.number, 1, "c")
     spans = take_timeline(dispatcher).spans
-    assert [(span.item, span.calls) for span in spans] == [(10, 1), (11, 2)]
+    assert [(span.item, span.calls) for span in spans] == [(10, 1), (11, 1), (12, 1)]
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "returned"), [(1, 1, 0), (0, 4, 0), (0, 0, 4), (0, 2, 2)]
+)
+def test_answers_and_calls_that_a_chunk_does_not_have_are_malformed(
+    reactor, first, count, returned
+):
+    dispatcher = dispatcher_of(reactor, 1)
+    [handle] = dispatcher.handles
+    chunk = give_chunk(dispatcher, brief, "abc")
+    with pytest.raises(Malformed, match=f"of task {chunk.number}"):
+        answer(handle, chunk.number, first, "abcd"[:count])
+        handle_message(dispatcher, handle, pack_returned([(chunk.number, returned)]))
+
+
+def test_what_waits_behind_a_long_call_of_a_chunk_is_divided_among_the_idle_drones(reactor):
+    dispatcher = dispatcher_of(reactor, 3)
+    chunk = give_chunk(dispatcher, brief, range(100))
+    busy = chunk.handle
+    reactor.pass_(1.0)
+    assert RECALL in [kind for kind, _ in busy.sent_to_it]
+    answer(busy, chunk.number, 0, [*range(9)])
+    handle_message(dispatcher, busy, pack_returned([(chunk.number, 90)]))
+    reactor.turn()
+    assert chunk.calls_left == 1
+    assert [(rest.first_item, rest.count) for rest in chunk.rests] == [(20, 30), (50, 30), (80, 30)]
+    sent = {task for each in dispatcher.handles for task in each.in_flight.values()}
+    assert sent == {chunk, *chunk.rests}  # one of them behind another
+
+
+def test_a_dead_drones_chunk_is_lost_as_far_as_it_had_begun(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    [handle] = dispatcher.handles
+    chunk = give_chunk(dispatcher, brief, range(10))
+    answer(handle, chunk.number, 0, [*range(3)])
+    handle.last_started = lambda: chunk.number
+    handle.status_page = SimpleNamespace(call=6 | 1 << 32)
+    handle.dies()
+    reactor.turn()
+    assert "item 15" in str(chunk.promise.exception())
+    [rest] = chunk.rests
+    assert (rest.first_item, rest.count, rest.promise.done()) == (16, 4, False)
 
 
 def test_a_lost_answer_of_a_call_beside_others_ends_its_drone(reactor):

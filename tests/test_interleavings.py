@@ -5,13 +5,15 @@ import signal
 import threading
 import time
 from collections import deque
+from pickle import dumps
 from types import SimpleNamespace
 
 import pytest
 from faults import PackedSlowly, append, wait_for
+from in_time import dispatcher_of
 
 import polycephaly as poly
-from polycephaly.drone.chunk_run import MAX_MARKED_CALLS, ChunkRun
+from polycephaly.drone.chunk_run import MAX_ANSWER_BYTES, MAX_RUNS, ChunkRun
 from polycephaly.drone.console import OutputTail
 from polycephaly.drone.executor import DroneExecutor
 from polycephaly.drone.overlap import Overlap
@@ -19,24 +21,30 @@ from polycephaly.drone.result_buffer import ResultBuffer
 from polycephaly.drone.sigterm import Sigterm
 from polycephaly.drone.store import DroneStore
 from polycephaly.engines.local.drone import ControlThread
-from polycephaly.pool import task as work
-from polycephaly.pool.handlers import _handle_special_outcome
-from polycephaly.pool.interfaces import TaskRunner
+from polycephaly.pool.chunk import Chunk
+from polycephaly.pool.handlers import handle_message
 from polycephaly.runtime import fork_guard
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.map_chunks import (
-    ENDED,
-    FAILED,
     ITEMS,
     ROWS,
-    RUNNING,
     Answers,
+    answers_head,
     pack_answers,
     pack_calls,
-    split_head,
-    unpack_split,
+    unpack_answers,
 )
-from polycephaly.wire.messages import CANCEL, EVENT_LOG, SPLIT, VALUE, pack_numbers, unpack_outcomes
+from polycephaly.wire.messages import (
+    ANSWERS,
+    CANCEL,
+    EVENT_LOG,
+    VALUE,
+    pack_numbers,
+    pack_outcome,
+    pack_outcomes,
+    unpack_outcomes,
+    unpack_returned,
+)
 
 
 class Held:
@@ -231,8 +239,8 @@ def told_to_cancel(number, begin):
             return super().__ior__(others)
 
     runner = SimpleNamespace(
-        _todo=deque(), _calls=None, _overlap=Overlap(bool), _current=0, _interrupt_target=0,
-        _pending_interrupts=Missed(), _main_thread=threading.get_ident(),
+        _todo=deque(), _calls=None, _chunk=None, _overlap=Overlap(bool), _current=0,
+        _interrupt_target=0, _pending_interrupts=Missed(), _main_thread=threading.get_ident(),
     )  # fmt: skip
     runner._claim_interrupt = lambda number: DroneExecutor._claim_interrupt(runner, number)
     DroneExecutor._on_cancel(runner, pack_numbers(CANCEL, (number,)))
@@ -266,47 +274,131 @@ class _InterruptedBetween(deque):
         return super().popleft()
 
 
+def chunk_run(rows, form, open_function=lambda fresh: abs, mark=None, *, fresh=False):
+    payload = pack_calls(form, fresh, rows)
+    marks = mark or (lambda begun, run_length: None)
+    return ChunkRun(7, payload, open_function, None, marks, bool, Sigterm())
+
+
 def end_of(run):
-    """What the controller is told: how many calls are done, and were not begun, the state, and
-    whether there is an error."""
-    outcomes = SimpleNamespace(pack_error=lambda error: b"error")
-    runner = SimpleNamespace(
-        socket_lock=threading.Lock(), _chunk=run, _store=None, _outcomes=outcomes,
+    """What the controller is told: how many calls are answered, whether the last of them has
+    failed, and how many are given back."""
+    told, sent = [], []
+
+    class Runner(SimpleNamespace):
+        _pack_answers = DroneExecutor._pack_answers
+
+    runner = Runner(
+        socket_lock=threading.Lock(), _chunk=run, _store=None, _send=sent.append,
+        _outcomes=SimpleNamespace(
+            pack_error=lambda error: b"error", add=lambda *outcome: told.append(outcome)
+        ),
         keep_frames=lambda number, error: None,
     )  # fmt: skip
-    _, head, answers = DroneExecutor._end_chunk(runner, run)
-    done, rest, state, _ = unpack_split(head + b".")
+    DroneExecutor._add_last_answers(runner, run, 0.0)
+    returned = [unpack_returned(each) for each in sent]
+    if not told:
+        return 0, False, returned
+    [(*_, answers, head)] = told
+    first, count, failed, _ = unpack_answers(head + b".")
     unpacked = Answers(answers)
-    assert unpacked.values == run.done
-    return done, rest, state, unpacked.error == b"error"
+    assert first == 0 and len(unpacked.values) + failed == count
+    assert (unpacked.error == b"error") is failed
+    return count, failed, returned
 
 
 @pytest.mark.parametrize("form, rows", [(ITEMS, [1, 2, 3, 4]), (ROWS, [(1,), (2,), (3,), (4,)])])
-@pytest.mark.parametrize("cut", [0, 1, 2])
+@pytest.mark.parametrize("given_back", [0, 1, 2])
 @pytest.mark.parametrize("at", range(5))
-def test_an_interrupt_between_two_calls_is_that_of_the_next_if_there_is_one(form, rows, cut, at):
-    run = ChunkRun(7, pack_calls(form, False, rows), lambda fresh: abs, None, [].append, Sigterm())
-    left = 4 - cut
-    run.calls, run._cut_calls = _InterruptedBetween(rows[:left]), cut  # by the control thread
+def test_an_interrupt_between_two_calls_is_that_of_the_next_if_there_is_one(
+    form, rows, given_back, at
+):
+    run = chunk_run(rows, form)
+    left = 4 - given_back
+    run.calls, run._count = _InterruptedBetween(rows[:left]), left  # by the control thread
     run.calls.left = at
     run.run()
     if at == 0 or at > left:  # all were done: it is nobody's
-        assert end_of(run) == (left, 0, ENDED, False)
-    else:
-        assert end_of(run) == (left - at + 1, at - 1, FAILED, True)
+        assert end_of(run) == (left, False, [])
+    else:  # those behind it are not needed
+        assert end_of(run) == (left - at + 1, True, [])
+
+
+def test_what_a_chunk_has_left_after_a_sigterm_is_given_back():
+    sigterm = Sigterm()
+
+    def end_at_two(n):
+        sigterm.received = n == 2
+        return n
+
+    payload = pack_calls(ITEMS, False, [1, 2, 3, 4], is_whole=True)
+    opened = lambda fresh: end_at_two  # noqa: E731
+    run = ChunkRun(7, payload, opened, None, lambda *mark: None, bool, sigterm)
+    run.run()
+    assert end_of(run) == (2, False, [[(7, 2)]])
+
+
+def test_a_chunk_that_is_run_as_a_whole_gives_nothing_back():
+    for is_whole, given_back in ((True, 0), (False, 3)):
+        payload = pack_calls(ITEMS, False, [1, 2, 3], is_whole=is_whole)
+        run = ChunkRun(7, payload, lambda fresh: abs, None, lambda *mark: None, bool, Sigterm())
+        assert run.give_back() == given_back
+
+
+def test_a_chunk_that_slows_down_runs_what_is_left_one_by_one():
+    """The control thread slows it down in the middle of a call."""
+    marked, sent, rows = [], [], [*range(5 * MAX_RUNS)]
+
+    def slowed_at_100(n):
+        if n == 100:
+            run.slow_down()
+            sent.append(run.take_done())
+        return n
+
+    mark = lambda *mark: marked.append(mark)  # noqa: E731
+    run = chunk_run(rows, ITEMS, lambda fresh: slowed_at_100, mark)
+    run.run()
+    assert marked == [*((n, 5) for n in range(5, 106, 5)), (0, 0)] and run.may_go_on()
+    marked.clear()
+    run.run()
+    assert marked[:2] == [(102, 1), (103, 1)]
+    assert marked[-1] == (0, 0) and not run.may_go_on()
+    sent.append(run.take_done())
+    assert [each.first for each in sent] == [0, 100]
+    assert [*sent[0].values, *sent[1].values] == rows
 
 
 @pytest.mark.parametrize("form", [ITEMS, ROWS])
-@pytest.mark.parametrize("count", [3, MAX_MARKED_CALLS, MAX_MARKED_CALLS + 1])
-def test_each_call_of_a_chunk_is_marked_before_it_begins_if_that_costs_little(form, count):
-    marked = [0]
+@pytest.mark.parametrize("count", [1, 3, 2 * MAX_RUNS - 1, 5 * MAX_RUNS])
+def test_each_call_of_a_chunk_is_marked_before_it_begins(form, count):
+    marked = [(0, 0)]
     rows = [*range(count)] if form == ITEMS else [(n,) for n in range(count)]
-    calls = pack_calls(form, False, rows)
-    run = ChunkRun(7, calls, lambda fresh: lambda n: marked[-1] - n, None, marked.append, Sigterm())
+    mark = lambda *mark: marked.append(mark)  # noqa: E731
+    run = chunk_run(rows, form, lambda fresh: lambda n: marked[-1][0] - n, mark)
     run.run()
-    marks = count <= MAX_MARKED_CALLS
-    assert marked == [0, *(range(1, count + 1) if marks else ()), 0]
-    assert run.done == ([1] * count if marks else [-n for n in range(count)])
+    length = count // MAX_RUNS or 1
+    assert run.done == [length - n % length for n in range(count)]
+    assert marked[-1] == (0, 0) and {each for _, each in marked[1:-1]} == {length}
+
+
+def test_answers_are_kept_after_half_a_millisecond_and_sent_if_they_are_large():
+    kept = []
+
+    def keep(must_send):
+        kept.append((must_send, len(run.take_done().values)))
+
+    def slow_or_large(n):
+        if n == 2:
+            time.sleep(0.001)
+        return bytes(MAX_ANSWER_BYTES) if n == 5 else n
+
+    payload = pack_calls(ITEMS, False, [*range(8)])
+    run = ChunkRun(
+        7, payload, lambda fresh: slow_or_large, dumps, lambda *mark: None, keep, Sigterm()
+    )
+    run.run()
+    assert kept[0] == (False, 3) or sum(count for _, count in kept) >= 6  # a machine may be slow
+    assert [sent for sent, _ in kept].count(True) == 1
 
 
 @pytest.mark.parametrize("form", [ITEMS, ROWS])
@@ -319,27 +411,24 @@ def test_a_function_that_cannot_be_opened_fails_the_next_call(form, opened):
         return abs
 
     rows = [-1, -2] if form == ITEMS else [(-1,), (-2,)]
-    run = ChunkRun(7, pack_calls(form, True, rows), open_function, None, [].append, Sigterm())
+    run = chunk_run(rows, form, open_function, fresh=True)
     run.run()
-    assert run.done == [1][:opened] and end_of(run) == (opened + 1, 1 - opened, FAILED, True)
+    assert run.done == [1][:opened] and end_of(run) == (opened + 1, True, [])
 
 
-def test_the_cut_of_a_chunk_that_is_heard_twice_answers_nothing_again():
-    """Of two calls the first is done and the second runs: what is left has as many calls as the
-    message answers."""
-    whole = work.Chunk(TaskRunner(), None, pack_calls(ITEMS, False, [1, 2]), 2)
-    running, later = whole.split(1, 0)
-    assert (running.count, later.count) == (1, 0)
-    assert running.queued == whole.queued  # in the timeline the drone may have ended it by now
-    cut = split_head(1, 0, RUNNING) + pack_answers([1], False, None, None)
-    for there, heard in ((whole, whole), (running, None)):
-        dispatcher = SimpleNamespace(split=lambda *told: None)
-        assert (
-            _handle_special_outcome(
-                dispatcher, SimpleNamespace(in_flight={7: there}), 7, SPLIT, cut
-            )[0]
-            is heard
-        )
+def test_answers_of_a_chunk_that_are_heard_twice_answer_nothing_again(reactor):
+    dispatcher = dispatcher_of(reactor, 1)
+    [handle] = dispatcher.handles
+    chunk = Chunk(dispatcher, dispatcher.registry.define(abs), pack_calls(ITEMS, False, [1, 2]), 2)
+    dispatcher.submit_task(chunk)
+    reactor.turn()
+    one = answers_head(0, 1, False) + pack_answers([1], False, None, None)
+    for _ in range(2):
+        outcome = pack_outcome(chunk.number, ANSWERS, 0.0, 0.0, one, b"")
+        handle_message(dispatcher, handle, pack_outcomes([outcome]))
+        reactor.turn()
+        assert [part.answers.values for part in chunk.parts] == [[1]]
+    assert chunk.calls_left == 1 and not chunk.promise.done()
 
 
 def test_an_outcome_is_not_sent_before_the_events_of_its_task():

@@ -32,16 +32,15 @@ from scripts import Script, output_of
 from work import double, echo
 
 import polycephaly as poly
-from polycephaly.drone.chunk_run import MAX_MARKED_CALLS
 from polycephaly.pool import map as map_module
+from polycephaly.pool.chunk import Chunk
 from polycephaly.pool.dispatcher import Dispatcher
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import TaskOptions
 from polycephaly.pool.map import Ordered
 from polycephaly.pool.map_source import Source
-from polycephaly.pool.task import Chunk
-from polycephaly.wire.map_chunks import ENDED, ITEMS, pack_answers, pack_calls, split_head
-from polycephaly.wire.messages import SPLIT, pack_outcome, pack_outcomes
+from polycephaly.wire.map_chunks import ITEMS, answers_head, pack_answers, pack_calls
+from polycephaly.wire.messages import ANSWERS, pack_outcome, pack_outcomes, pack_returned
 from polycephaly.wire.shareable import bytes_together
 
 PATIENCE = 60.0
@@ -115,7 +114,7 @@ def test_a_result_that_is_there_is_given_before_a_slow_input_is_taken(
         for _ in range(2):  # as in `async for`
             stream.send_ahead()
         counts.append(len(sent))
-        stream.take_settled()
+        stream.take_next()
     assert counts == sent_each_time
 
 
@@ -923,6 +922,78 @@ def test_a_call_that_takes_long_does_not_keep_back_what_was_done_before_it(paths
         assert made[9].result(PATIENCE) == "held"
 
 
+# -- as the caller says ----------------------------------------------------------------------------
+
+
+def pid_of(*args):
+    return os.getpid()
+
+
+@pytest.mark.guarantee("pool-16")
+@pytest.mark.parametrize(
+    "items",
+    [
+        range(43), list("x" * 43), [{"n": n} for n in range(43)], [numpy.zeros(50_000)] * 43,
+        [bytes(100_000)] * 43, ["x" * n for n in range(43)],
+    ],
+    ids=["range", "texts", "dicts", "arrays", "bytes", "more and more"],
+)  # fmt: skip
+@pytest.mark.parametrize("form", [list, iter])
+def test_as_many_consecutive_calls_as_chunksize_says_are_run_by_one_drone(pool, items, form):
+    items = items if form is list else iter(items)
+    pids = list(pool.map(pid_of, items, chunksize=10))
+    assert [len(set(pids[at : at + 10])) for at in range(0, 43, 10)] == [1] * 5
+    pids = list(pool.map(pid_of, range(43), range(43), chunksize=10))
+    assert [len(set(pids[at : at + 10])) for at in range(0, 43, 10)] == [1] * 5
+
+
+@pytest.mark.guarantee("pool-16")
+def test_a_chunk_of_a_given_size_that_has_begun_is_not_divided(pool, paths):
+    known = functools.partial(held_at, *paths, {42})
+    results = pool.map(known, range(100), chunksize=10, ordered=False, timeout=PATIENCE)
+    said = [next(results) for _ in range(92)]
+    assert sorted(said) == [n for n in range(100) if n < 42 or n >= 50]
+    time.sleep(0.1)  # the other drone has nothing to do
+    assert sorted(ran(paths[0])) == [n for n in range(100) if n <= 42 or n >= 50]
+    append(paths[1], "open")
+    assert list(results) == [*range(42, 50)]
+    assert ran(paths[0]) == Counter(range(100))
+
+
+def test_a_chunk_of_a_given_size_is_sent_in_full_whatever_the_buffersize(pool):
+    source = Counting(range(1000))
+    results = pool.map(pid_of, source, chunksize=50, buffersize=2)
+    assert source.taken == 100
+    assert len(list(results)) == 1000
+
+
+def test_errors_and_what_cannot_be_sent_come_in_their_places_in_chunks_of_a_given_size(pool):
+    items = [3, 2, threading.Lock(), 1, 0, 1]
+    results = pool.map(operator.neg, items, chunksize=6)
+    assert [next(results), next(results)] == [-3, -2]
+    with pytest.raises(TypeError, match="pickle") as raised:
+        next(results)
+    assert any("item 2" in note for note in raised.value.__notes__)
+    results = pool.map(lambda n: 6 // n, [3, 2, 0, 1], chunksize=3)
+    assert [next(results), next(results)] == [2, 3]
+    with pytest.raises(ZeroDivisionError) as raised:
+        next(results)
+    assert raised.value.__notes__[-1].endswith("item 2: 0")
+    outcomes = pool.map(lambda n: 6 // n, [3, 0, 1], chunksize=3, return_exceptions=True)
+    assert [type(each) for each in outcomes] == [int, ZeroDivisionError, int]
+
+
+def test_calls_of_a_chunk_of_a_given_size_have_each_their_own_time_limit():
+    with poly.Pool(1, timeout=PATIENCE) as pool:
+        assert list(pool.map(abs, range(20), chunksize=10)) == [*range(20)]
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "2"])
+def test_a_chunksize_that_is_none_is_refused(pool, size):
+    with pytest.raises((TypeError, ValueError), match="chunksize"):
+        pool.map(abs, [1], chunksize=size)
+
+
 # -- deaths ----------------------------------------------------------------------------------------
 
 
@@ -939,7 +1010,7 @@ def test_the_death_of_one_of_the_longer_calls_is_raised_at_that_call(pool, paths
     assert list(pool.map(double, range(500))) == list(map(double, range(500)))
 
 
-def test_a_death_among_short_calls_is_raised_at_the_first_of_their_chunk(pool, paths):
+def test_a_death_among_short_calls_is_raised_at_the_first_that_had_no_answer(pool, paths):
     known = functools.partial(die_once, paths[0], 700)
     for _ in range(4):
         make_known_as_short(pool, known)
@@ -951,11 +1022,11 @@ def test_a_death_among_short_calls_is_raised_at_the_first_of_their_chunk(pool, p
         assert raised.value.exitcode == 7
         assert said == list(range(len(said))) and len(said) <= 700
         (noted,) = raised.value.__notes__
-        # A chunk of more calls than that tells no more: a slow machine makes large ones.
+        # Of a chunk of many calls, a few are marked together.
         several = re.fullmatch(r"in map\(die_once, ...\), one of the items (\d+) to (\d+)", noted)
         if several:
             first, last = map(int, several.groups())
-            assert first <= 700 <= last and last - first >= MAX_MARKED_CALLS
+            assert first <= 700 <= last
         else:
             assert noted == "in map(die_once, ...), item 700: 700"
             assert str(raised.value).endswith("while running die_once, item 700")
@@ -1196,7 +1267,7 @@ def test_a_chunk_that_was_cut_is_cancelled_with_all_that_follows_it(pool, paths)
 
 
 def test_a_chunk_that_was_cut_again_and_again_is_cancelled_with_all_that_follows_it():
-    """While no result is taken, each rest may be cut in turn, and the followers stay a chain."""
+    """While no result is taken, each rest may be cut in turn, and the rests stay a chain."""
     reactor, cuts = FakeReactor(), sys.getrecursionlimit()
     dispatcher = dispatcher_of(reactor, 1)
     [handle] = dispatcher.handles
@@ -1206,8 +1277,9 @@ def test_a_chunk_that_was_cut_again_and_again_is_cancelled_with_all_that_follows
     for rest in range(cuts, 0, -1):
         reactor.turn()
         [last] = handle.in_flight.values()
-        answers = split_head(1, rest, ENDED) + pack_answers([0], False, None, None)
-        outcome = pack_outcome(last.number, SPLIT, 0.0, 0.0, answers, b"")
+        handle_message(dispatcher, handle, pack_returned([(last.number, rest)]))
+        answers = answers_head(0, 1, False) + pack_answers([0], False, None, None)
+        outcome = pack_outcome(last.number, ANSWERS, 0.0, 0.0, answers, b"")
         handle_message(dispatcher, handle, pack_outcomes([outcome]))
     reactor.turn()
     [last] = handle.in_flight.values()
@@ -1889,9 +1961,9 @@ def test_one_slow_report_does_not_make_the_next_chunks_small():
 def test_the_last_calls_are_divided_among_the_drones_unless_that_costs_more_than_they_do():
     source = Source(dispatcher_of(FakeReactor(), 4), TaskOptions(), echo, [list(range(100))])
     source._definition.seconds = 1e-4
-    assert source.best_size() == 25  # a quarter: less than four milliseconds
+    assert source.best_size() == 13  # an eighth, so that half of them is left to even things out
     source._rows, source._sized_rows = iter(()), iter(range(16))
-    assert source.best_size() == 4
+    assert source.best_size() == 2
     source._definition.seconds = 1e-6
     assert source.best_size() >= 16
 

@@ -7,8 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 from faults import append, hold_until, lines, wait_for
-from in_time import FakeReactor, dispatcher_of, submitted
-from scripted_drones import brief, lasting
+from in_time import FakeReactor, brief, dispatcher_of, lasting, submitted
 
 import polycephaly as poly
 from polycephaly.errors import DroneDied

@@ -32,7 +32,7 @@ from faults import (
 from work import double, fail_with
 
 import polycephaly.pool.map
-from polycephaly.pool.items import add_note, describe
+from polycephaly.pool.items import describe
 from polycephaly.pool.map_source import MAX_CALLS_AHEAD
 from polycephaly.pool.task import MAX_ITEM_BYTES, Task
 from polycephaly.promises.promise import waiting_threads
@@ -845,14 +845,6 @@ def test_items_are_described_without_harm():
     assert describe(task, 0).startswith("1, <Unprintable ")
     task.args = (10**100_000,)
     assert len(describe(task, 0)) < 100  # an error, in some Pythons
-
-
-@local_only
-def test_of_a_chunk_that_was_cut_behind_its_last_call_no_item_is_told():
-    task, error = Task(Mock(describes_items=True)), ValueError()
-    task.first_item, task.count = 5, 0
-    add_note(error, "f", task)
-    assert error.__notes__ == ["in map(f, ...)"]
 
 
 class Secret:

@@ -33,9 +33,9 @@ from polycephaly.wire.messages import (
     RETURNED,
     WITHDRAWN,
     message_type,
-    pack_numbers,
     pack_outcome,
     pack_outcomes,
+    pack_returned,
 )
 
 GRACE = tuning.grace_seconds
@@ -451,7 +451,7 @@ def test_a_task_whose_time_is_over_before_it_begins_has_another_try(
     handle_message(
         dispatcher,
         handle,
-        pack_numbers(RETURNED, [task.number])
+        pack_returned([(task.number, 0)])
         if how == RETURNED
         else pack_outcomes([pack_outcome(task.number, WITHDRAWN, 0.0, 0.0, b"", b"")]),
     )

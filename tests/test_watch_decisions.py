@@ -21,6 +21,7 @@ from in_time import (
     about,
     dispatcher_of,
     give,
+    give_chunk,
     make_ready,
     overlapped,
     submitted,
@@ -58,10 +59,11 @@ def zygote(monkeypatch):
     return zygote
 
 
-def busy(reactor, **config):
+def busy(reactor, given=None, **config):
     """The one drone of a pool, and its running task."""
     dispatcher = dispatcher_of(reactor, 1, **config)
-    return dispatcher.handles[0], give(dispatcher, sleep, 1)
+    task = give(dispatcher, sleep, 1) if given is None else given(dispatcher)
+    return dispatcher.handles[0], task
 
 
 def sleep(seconds):
@@ -839,10 +841,10 @@ def test_a_call_that_is_done_shows_that_drones_can_work(reactor):
 PLACE = ["file.py", 17, "sleep"]
 
 
-def waiting(reactor, **config):
+def waiting(reactor, given=None, **config):
     """One that runs something and does nothing, as far as the kernel tells; since the first
     look."""
-    handle, task = busy(reactor, report_waiting=60.0, **config)
+    handle, task = busy(reactor, given, report_waiting=60.0, **config)
     handle.did = "started 1"
     reactor.pass_(FIRST)
     return handle, task
@@ -1069,34 +1071,33 @@ def test_a_drone_that_was_told_to_end_tells_the_frames_of_its_task(reactor, stat
 
 @pytest.mark.parametrize(("count", "item"), [(1, 5), (2, None)])
 def test_the_item_of_a_map_is_told_where_it_is_one(count, item, reactor):
-    handle, task = waiting(reactor)
-    task.first_item, task.count = 5, count
+    handle, _ = waiting(reactor, lambda dispatcher: give_chunk(dispatcher, sleep, range(count), 5))
     reactor.pass_(70)
     assert handle.waiting.item == item
 
 
 @pytest.mark.parametrize(
-    ("count", "begun", "items"),
+    ("count", "begun", "run_length", "items"),
     [
-        (0, 0, ""),
-        (1, 0, ", item 5"),
-        (3, 0, ", one of the items 5 to 7"),
-        (3, 2, ", item 6"),
-        (3, 4, ", one of the items 5 to 7"),  # the page was written over
+        (1, 0, 0, ", item 5"),
+        (3, 0, 0, ", one of the items 5 to 7"),
+        (3, 2, 1, ", item 6"),
+        (3, 2, 2, ", one of the items 5 to 6"),
     ],
 )
 def test_the_log_tells_with_which_items_a_drone_died_or_did_not_respond(
-    count, begun, items, reactor, caplog
+    count, begun, run_length, items, reactor, caplog
 ):
     caplog.set_level(logging.INFO, "polycephaly.pool.supervisor")
-    handle, task = busy(reactor)
-    task.first_item, task.count = 5, count
-    handle.status_page = SimpleNamespace(call=begun)
+    dispatcher = dispatcher_of(reactor, 1)
+    [handle] = dispatcher.handles
+    task = give_chunk(dispatcher, sleep, range(count), 5)
+    handle.status_page = SimpleNamespace(call=begun | run_length << 32)
     handle.quiet = True
     reactor.pass_(FIRST + QUIET + LOOK)
     handle.dies()
     (stalled,), (death,) = told(caplog), told(caplog, logging.INFO)
-    among = with_item("sleep", 5, count)
+    among = with_item("sleep", 6, 1) if run_length == 1 else with_item("sleep", 5, count)
     assert stalled.endswith(f"its running task is {among}")
     by_whom = " (by another process, or by the kernel because memory ran out)"
     assert death.endswith(f"while running sleep{items}{by_whom}")
@@ -1106,11 +1107,10 @@ def test_the_log_tells_with_which_items_a_drone_died_or_did_not_respond(
 def test_a_task_that_runs_again_may_be_at_any_of_its_items(reactor):
     dispatcher = dispatcher_of(reactor, 1)
     (handle,) = dispatcher.handles
-    task = give(dispatcher, sleep, 1, retries=1)
-    task.first_item, task.count = 5, 3
-    handle.status_page = SimpleNamespace(call=2)
+    task = give_chunk(dispatcher, sleep, range(3), 5, retries=1)
+    handle.status_page = SimpleNamespace(call=2 | 1 << 32)
     handle.dies()
-    assert not task.promise.done() and task.items == (5, 3)
+    assert not task.promise.done() and task.items == (5, 2)  # the third was not begun
 
 
 def test_one_whose_start_waits_is_told_without_a_task(reactor, caplog):

@@ -1,16 +1,18 @@
 """A chunk of a `map`, as a drone runs it.
 
-    calls ──main thread: popleft, call──> done ──> the outcome
-      └──control thread: pop, from the end──> returned, if the chunk takes too long
+    calls ──main thread: popleft, call──> done ──> answers, part by part
+      └──either thread: pop, from the end──> given back, if the controller recalls them
 
-A chunk is meant for four milliseconds of work, estimated from earlier calls. If a chunk takes
-longer than the control thread's window, that thread *cuts* the chunk: calls that were not begun are
-returned, so that other drones can run them, and the answers so far are sent. The main thread goes
-on with the current call and sends that answer by itself.
+Calls are marked in the status page before they begin, in *runs*: of a chunk of many short calls,
+some per cent are one run. After a run, if `KEEP_SECONDS` are over, the answers are put into the
+result buffer, from where they reach the controller even if the drone dies. They are sent when the
+chunk ends, or, while it goes on, when they are large or the last ones were sent `FLUSH_SECONDS`
+before. So that no result waits for a long call behind it, the control thread sends what is done if
+a run takes long. It also has the main thread *slow down*: what is left are runs of one call.
 
-`calls` is a deque, and each of its two ends has one taker, so a call is either run or returned.
-`answers_sent`, which is used while holding `socket_lock`, divides the answers sent by the control
-thread from those sent by the main thread at the end.
+`calls` is a deque, and each of its two ends has one taker, so a call is either run or given back.
+What is sent is taken from the beginning of `done`, while holding `socket_lock`; only the main
+thread adds to its end.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
+from itertools import repeat
 from pickle import loads
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..memory.blocks import MIN_SHARED_PICKLE_BYTES
 from ..runtime import forked
@@ -37,27 +40,40 @@ from ..wire.detached import (
     size_of_container,
 )
 from ..wire.main_names import MainSnapshot
-from ..wire.map_chunks import ITEMS, MIN_SEPARATE_LENGTH, PICKLED, Packed, unpack_calls
+from ..wire.map_chunks import ITEMS, MIN_SEPARATE_LENGTH, PICKLED, Packed, unpack_calls  # fmt: skip
 from ..wire.pickling import capture_builtins
 from ..wire.shareable import BATCHED_TYPES, ITEM_BYTES, SMALL_TYPES, check_of
 from .sigterm import Sigterm
 
 MAX_ANSWER_BYTES = 256 * 1024
-"""Bytes of answers after which a chunk ends and returns the rest."""
-
-
-MAX_MARKED_CALLS = 256
-"""Calls of a chunk up to which each is marked in the status page. The calls of a chunk of more take
-less than 4 µs, and the mark would take some per cent of that.
-"""
+"""Bytes of answers after which they are sent."""
+MAX_RUNS = 64
+"""Runs of a chunk of more calls: to mark one, and look at the time, takes 0.5 µs."""
+KEEP_SECONDS = 0.0005
+"""Time after which answers are to outlive the drone: a death costs no more calls than that."""
+FLUSH_SECONDS = 0.01
+"""Time that an answer may wait in a chunk for others to be sent with."""
 
 
 _BUILTIN_TYPES = BATCHED_TYPES | CONTAINER_TYPES | {tuple, frozenset, bytearray}
 
 
+class Part(NamedTuple):
+    """Answers of a chunk that are to be sent."""
+
+    first: int
+    """The index in the chunk of the first call that they answer."""
+    values: list[Any]
+    packed: bool
+    """Whether some of the values are `Packed` or `Returned`."""
+    started: float
+    """When the first of these calls began."""
+
+
 class ChunkRun:
-    """A chunk being run. `open_function` gives the function; with True, a fresh one. `mark_call`
-    displays how many calls have begun, so that the call in which the drone dies is known.
+    """A chunk being run. `open_function` gives the function; with True, a fresh one. `mark_calls`
+    displays how many calls have begun, and how many of these may be running. `keep` has the answers
+    in `done` outlive the drone; with True, it sends them.
     """
 
     def __init__(
@@ -66,40 +82,43 @@ class ChunkRun:
         payload: Any,
         open_function: Callable[[bool], Callable[..., Any]],
         pack: Callable[[Any], Any],
-        mark_call: Callable[[int], None],
+        mark_calls: Callable[[int, int], None],
+        keep: Callable[[bool], None],
         sigterm: Sigterm,
         snapshot: MainSnapshot | None = None,
     ) -> None:
         self.number = number
-        self.done: list[Any] = []
-        self.answers_sent = 0  # number of answers in `done` that were sent
-        self.packed = False  # some of `done` are `Packed` or `Returned`
-        self.was_cut = False
-        self.started = monotonic()
+        self.done: list[Any] = []  # answers that were not sent yet
+        self.answered = 0  # calls whose answers were sent
+        self._packed = False  # some of `done` are `Packed` or `Returned`
+        self._started = monotonic()  # of the first call in `done`
         self.error: BaseException | None = None
-        self._form, self._fresh, rows = unpack_calls(payload)
+        self._form, self._fresh, self._is_whole, rows = unpack_calls(payload)
         self.calls: deque[Any] = deque(rows)
-        self._count = len(rows)
-        self._cut_calls = 0
+        self._count = len(rows)  # of the calls that are not given back
+        self._run_length = self._count // MAX_RUNS or 1
         self._open = open_function
         self._pack = pack
         self._detacher = Detacher(snapshot)
         # How to add a value, by its type. A class is asked once a chunk how its instances are
         # pickled: if a call adds a hook of pickle to it, the results of the next chunk obey.
         self._ways = _WAYS.copy()
-        self._mark_call = mark_call
+        self._mark_calls = mark_calls
+        self._keep = keep
         self._sigterm = sigterm
-        self._bytes = 0
+        self._begun = 0  # calls that have begun, with all of the last run
+        self._keep_at = self._started + KEEP_SECONDS
+        self._bytes = 0  # of `done`
         self._misses = 0.0
 
     def run(self) -> None:
-        """Run the calls, up to the first that fails.
+        """Run the calls, up to the first that fails, or as far as they are in `calls` now.
 
-        Calls then left in `calls` were not begun: see `attribute_error`.
+        After an error, calls left in `calls` were not begun: see `attribute_error`.
         """
         generation = forked.generation
         try:
-            if self._form == ITEMS and not self._fresh and self._count > MAX_MARKED_CALLS:
+            if self._form == ITEMS and not self._fresh:
                 self._run_items(self._open(False))
             elif self._form == PICKLED and not self._fresh:
                 self._run_pickled(self._open(False))
@@ -109,79 +128,89 @@ class ChunkRun:
             self.error = error
         # For a child that a call has forked: see `DroneExecutor.disable`.
         forked.exit_if_forked(generation, self.error)
-        self._mark_call(0)
+        self._mark_calls(0, 0)
+
+    def _begins_run(self) -> bool:
+        """Mark the next calls as begun; return False if none is to begin after a SIGTERM."""
+        if self._sigterm.received:
+            return False
+        if monotonic() > self._keep_at and self.done:
+            self._keep(False)
+            self._keep_at = monotonic() + KEEP_SECONDS
+        self._begun += self._run_length
+        self._mark_calls(self._begun, self._run_length)
+        return True
 
     def _run_items(self, function: Callable[..., Any]) -> None:
-        # SIGTERM ends the chunk only where the control thread cuts it: a check would take a tenth
-        # of the time of such short calls.
         next_item, add_small, small = self.calls.popleft, self.done.append, SMALL_TYPES
         ways, add_other = self._ways, ChunkRun._add_other
-        while True:
-            try:
-                item = next_item()
-            except IndexError:
-                return
-            value = function(item)
-            kind = type(value)
-            if kind in small:
-                add_small(value)
-            elif (  # as `add_text` does, in a third of the time
-                kind is str and len(value) < MIN_SEPARATE_LENGTH and self._bytes < MAX_ANSWER_BYTES
-            ):
-                self._bytes += len(value)
-                add_small(value)
-            elif ways.get(kind, add_other)(self, value):
-                return
+        while self._begins_run():
+            for _ in repeat(None, self._run_length):
+                try:
+                    item = next_item()
+                except IndexError:
+                    return
+                value = function(item)
+                kind = type(value)
+                if kind in small:
+                    add_small(value)
+                elif (  # as `add_text` does, in a third of the time
+                    kind is str
+                    and len(value) < MIN_SEPARATE_LENGTH
+                    and self._bytes < MAX_ANSWER_BYTES
+                ):
+                    self._bytes += len(value)
+                    add_small(value)
+                elif ways.get(kind, add_other)(self, value):
+                    self._keep(True)
 
     def _run_pickled(self, function: Callable[..., Any]) -> None:
-        marks, take, done = self._count <= MAX_MARKED_CALLS, self.calls.popleft, self.done
-        while not self._sigterm.received:
-            try:
-                row = take()
-            except IndexError:
-                return
-            if marks:
-                self._mark_call(len(done) + 1)
-            try:
-                args = loads(row)
-            except BaseException as error:
-                _note_unpickling(error, function)
-                raise
-            value = function(*args)
-            del args
-            if type(value) in SMALL_TYPES:
-                done.append(value)
-            elif self._add_answer(value):
-                return
-            del value
+        take, done = self.calls.popleft, self.done
+        while self._begins_run():
+            for _ in repeat(None, self._run_length):
+                try:
+                    row = take()
+                except IndexError:
+                    return
+                try:
+                    args = loads(row)
+                except BaseException as error:
+                    _note_unpickling(error, function)
+                    raise
+                value = function(*args)
+                del args
+                if type(value) in SMALL_TYPES:
+                    done.append(value)
+                elif self._add_answer(value):
+                    self._keep(True)
+                del value
 
     def _run_rows(self) -> None:
         function = None if self._fresh else self._open(False)
-        marks = self._count <= MAX_MARKED_CALLS
-        while not self._sigterm.received:
-            try:
-                row = self.calls.popleft()
-            except IndexError:
-                return
-            if marks:
-                self._mark_call(len(self.done) + 1)
-            if function is None or self._fresh:
-                function = None  # so that the new one gets its memory
-                function = self._open(True)
-            if self._form == ITEMS:
-                row = (row,)
-            elif self._form == PICKLED:
-                row = _arguments(row, function)
-            value = function(*row)
-            del row
-            if type(value) in SMALL_TYPES:
-                self.done.append(value)
-            elif self._add_answer(value):
-                return
-            del value
+        take, done = self.calls.popleft, self.done
+        while self._begins_run():
+            for _ in repeat(None, self._run_length):
+                try:
+                    row = take()
+                except IndexError:
+                    return
+                if function is None or self._fresh:
+                    function = None  # so that the new one gets its memory
+                    function = self._open(True)
+                if self._form == ITEMS:
+                    row = (row,)
+                elif self._form == PICKLED:
+                    row = _arguments(row, function)
+                value = function(*row)
+                del row
+                if type(value) in SMALL_TYPES:
+                    done.append(value)
+                elif self._add_answer(value):
+                    self._keep(True)
+                del value
 
     def _add_answer(self, value: Any) -> bool:
-        """Add a value; return True if the chunk must end because its answers are so large."""
+        """Add a value; return True if the answers are so large that they are to be sent."""
         return self._ways.get(type(value), ChunkRun._add_other)(self, value)
 
     def add_small(self, value: Any) -> bool:
@@ -236,14 +265,14 @@ class ChunkRun:
             return self._add_packed(value)
         copy, size = detached
         if type(copy) is Returned:
-            self.packed = True
+            self._packed = True
         self._bytes += size
         self.done.append(copy)
         return False
 
     def _add_packed(self, value: Any) -> bool:
-        """Add the pickle of a value; return True if the chunk must end."""
-        self.packed = True
+        """Add the pickle of a value; return True if the answers are to be sent."""
+        self._packed = True
         packed: Any = None
         # With few of other types in them; ends of channels are handed on when they are pickled.
         if (
@@ -259,32 +288,59 @@ class ChunkRun:
         self.done.append(Packed(packed))
         return self._bytes > MAX_ANSWER_BYTES
 
+    # -- either thread, holding `socket_lock` ------------------------------------------------------
+
+    def take_done(self) -> Part:
+        """Take the answers that were not sent yet."""
+        count = len(self.done)  # the main thread may add some meanwhile
+        part = Part(self.answered, self.done[:count], self._packed, self._started)
+        del self.done[:count]
+        self.answered += count
+        self._bytes, self._started = 0, monotonic()
+        return part
+
+    def give_back(self, *, even_if_whole: bool = False) -> int:
+        """Take away the calls that were not begun, unless the chunk is to be run as a whole, and
+        return their number.
+        """
+        if self._is_whole and not even_if_whole:
+            return 0
+        given = len(_drain(self.calls))
+        self._count -= given
+        return given
+
+    def slow_down(self) -> None:
+        """Have the main thread run the calls that it has not begun one by one."""
+        if self._run_length > 1:
+            rest = _drain(self.calls)
+            self._run_length, self.calls = 1, rest
+
+    def may_go_on(self) -> bool:
+        """Return whether the main thread, which has left its loop, has more calls to run."""
+        self._begun = self._count - len(self.calls)
+        return bool(self.calls) and self.error is None and not self._sigterm.received
+
     def attribute_error(self) -> None:
         """Attribute the error with which the chunk has ended to the call after those that are done.
 
         The error may have come between two calls, as an interrupt does, or when the function was
-        unpickled. Then it belongs to the next call, or is dropped if there is none. Called holding
-        `socket_lock`.
+        unpickled. Then it belongs to the next call, or is dropped if there is none.
         """
-        begun = self._count - self._cut_calls - len(self.calls)
-        if begun == len(self.done):
+        begun = self._count - len(self.calls)
+        if begun == self.answered + len(self.done):
             try:
                 self.calls.popleft()
             except IndexError:
                 self.error = None
 
-    def cut(self) -> int:
-        """Take away the calls that were not begun, and return their number.
 
-        Any thread may call it, holding `socket_lock`.
-        """
-        taken = 0
-        with suppress(IndexError):
-            while True:
-                self.calls.pop()
-                taken += 1
-        self._cut_calls += taken
-        return taken
+def _drain(calls: deque[Any]) -> deque[Any]:
+    """Take all calls from the end of `calls`, while another thread may take from its beginning."""
+    taken: deque[Any] = deque()
+    with suppress(IndexError):
+        while True:
+            taken.appendleft(calls.pop())
+    return taken
 
 
 def _add_if(is_fit: Callable[[Any], bool], run: ChunkRun, value: Any) -> bool:
@@ -296,7 +352,7 @@ def _add_if(is_fit: Callable[[Any], bool], run: ChunkRun, value: Any) -> bool:
 
 
 Way = Callable[[ChunkRun, Any], bool]
-"""Adds a value; returns True if the chunk must end because its answers are so large."""
+"""Adds a value; returns True if the answers are so large that they are to be sent."""
 _WAYS: dict[type, Way] = {
     **dict.fromkeys(SMALL_TYPES, ChunkRun.add_small),
     **dict.fromkeys((str, bytes), ChunkRun.add_text),

@@ -39,8 +39,9 @@ from ..runtime.tuning import tuning
 from ..timeline.event_log import EventLog, event_log
 from ..wire import attempts, placeholders
 from ..wire.main_names import MainSnapshot
-from ..wire.map_chunks import ENDED, FAILED, MIN_SEPARATE_LENGTH, RUNNING, pack_answers, split_head
+from ..wire.map_chunks import MIN_SEPARATE_LENGTH, answers_head, pack_answers
 from ..wire.messages import (
+    ANSWERS,
     CALL,
     CALL_CHUNK,
     CALL_FILLED,
@@ -60,9 +61,7 @@ from ..wire.messages import (
     PROFILE,
     RECALL,
     RELEASE_RANGE,
-    RETURNED,
     SHARED,
-    SPLIT,
     STOP,
     STORE,
     VALUE,
@@ -70,16 +69,16 @@ from ..wire.messages import (
     WORK,
     message_type,
     pack_frames,
-    pack_numbers,
     pack_outcome,
     pack_outcomes,
+    pack_returned,
     unpack_lists,
     unpack_numbers,
     unpack_work,
 )  # fmt: skip
 from ..wire.shareable import SMALL_TYPES
 from ..wire.status_page import StatusPage
-from .chunk_run import ChunkRun
+from .chunk_run import FLUSH_SECONDS, ChunkRun, Part
 from .console import OutputTail, current_tag, disable_record_order, open_console, set_tag
 from .frames import OWN_FILES, frames_now, sampled_threads
 from .functions import LoadedFunction, define
@@ -96,7 +95,7 @@ _CALLS = {CALL, CALL_KEYWORDS, CALL_FILLED, CALL_CHUNK, CALLS}
 BRIEF_TASK_SECONDS = 0.001
 """For a shorter task, measuring the processor time is not worth while."""
 CHUNK_FLUSH_SECONDS = 0.0002
-"""`tuning.flush_seconds` for a chunk: short, so that fewer results are unpickled at once."""
+"""`tuning.flush_seconds` behind a chunk: short, so that fewer results are unpickled at once."""
 
 
 class DroneExecutor:
@@ -197,6 +196,8 @@ class DroneExecutor:
                 self._run_calls(task)
             finally:
                 self._calls = None
+        elif task.kind == CALL_CHUNK:
+            self._run_chunk(task)
         elif task.definition.overlaps:
             self._start_overlapped(task)
         else:
@@ -264,26 +265,13 @@ class DroneExecutor:
         try:
             try:
                 self._current = number
-                if number in self._pending_interrupts:
-                    raise KeyboardInterrupt("interrupted by the controller")
-                if task.kind == CALL_CHUNK:
-                    self._chunk = ChunkRun(
-                        number,
-                        task.payload,
-                        definition.function,
-                        outcomes.pack,
-                        page.mark_call,
-                        self._sigterm,
-                        self._snapshot,
-                    )
-                    self._chunk.run()
-                else:
-                    value = definition.call(task.kind, task.payload)
-                    if task.keeps:
-                        payload = self._drone_store.keep(number, value)
-                    elif value is not None:
-                        payload = outcomes.pack(value)
-                    del value
+                self._raise_if_interrupted(number)
+                value = definition.call(task.kind, task.payload)
+                if task.keeps:
+                    payload = self._drone_store.keep(number, value)
+                elif value is not None:
+                    payload = outcomes.pack(value)
+                del value
             finally:
                 self._current = 0
         except BaseException as error:
@@ -297,14 +285,11 @@ class DroneExecutor:
         if not brief and not definition.brief:
             outcomes.add_processor_time(number, self._cpu_time() - cpu_start)
         definition.brief = brief
-        head = b""
-        if self._chunk is not None:
-            status, head, payload = self._end_chunk(self._chunk)
-        kept = outcomes.add(number, status, started, finished, payload, head)
+        kept = outcomes.add(number, status, started, finished, payload)
+        self._end_task(number, kept, finished - self._last_flush > tuning.flush_seconds)
+
+    def _end_task(self, number: int, kept: bool, flush_due: bool) -> None:
         self._last_done = number
-        flush_due = finished - self._last_flush > (
-            tuning.flush_seconds if task.kind != CALL_CHUNK else CHUNK_FLUSH_SECONDS
-        )
         if not kept or (flush_due and self._todo):
             self._flush()
             self._receive(wait=False)
@@ -312,10 +297,53 @@ class DroneExecutor:
     def keep_frames(self, number: int, error: BaseException) -> None:
         """Keep the frames of a failed task, if the pool wants that."""
 
-    def _end_chunk(self, run: ChunkRun) -> tuple[int, bytes, bytes | Serialized]:
-        """Return status, head and payload for the unsent part of a chunk.
+    def _run_chunk(self, task: ReceivedTask) -> None:
+        outcomes, definition, number = self._outcomes, task.definition, task.number
+        self._status_page.mark_started(number)
+        cpu_start = 0.0 if definition.brief else self._cpu_time()
+        started = monotonic()
+        try:
+            try:
+                self._current = number
+                self._raise_if_interrupted(number)
+                run = self._chunk = ChunkRun(
+                    number,
+                    task.payload,
+                    definition.function,
+                    outcomes.pack,
+                    self._status_page.mark_calls,
+                    self._keep_answers,
+                    self._sigterm,
+                    self._snapshot,
+                )
+                goes_on = True
+                while goes_on:
+                    run.run()
+                    with self.socket_lock:
+                        goes_on = run.may_go_on()
+            finally:
+                self._current = 0
+        except BaseException as error:
+            self._current = 0
+            if self._chunk is None:  # its calls could not be unpickled
+                self.keep_frames(number, error)
+                packed = outcomes.pack_error(error)
+                kept = outcomes.add(number, ERROR, started, monotonic(), packed)
+                self._end_task(number, kept, flush_due=True)
+                return
+            self._chunk.error = error  # an interrupt behind the last call
+        finished = monotonic()
+        brief = finished - started < BRIEF_TASK_SECONDS
+        # Of a chunk that is answered in parts, it would not be the time of any part.
+        if not (brief or definition.brief or self._chunk.answered):
+            outcomes.add_processor_time(number, self._cpu_time() - cpu_start)
+        definition.brief = brief
+        kept = self._add_last_answers(self._chunk, finished)
+        self._end_task(number, kept, finished - self._last_flush > CHUNK_FLUSH_SECONDS)
 
-        The control thread may have sent another part.
+    def _add_last_answers(self, run: ChunkRun, finished: float) -> bool:
+        """Add the answers of a chunk that were not sent yet, and give back what is not run after a
+        SIGTERM. Return what `ResultBuffer.add` does.
         """
         error = None
         if run.error is not None:
@@ -326,10 +354,41 @@ class DroneExecutor:
                 error = self._outcomes.pack_error(run.error)
         with self.socket_lock:
             self._chunk = None
-            answers = pack_answers(run.done[run.answers_sent :], run.packed, error, self._store)
-            rest = run.cut()
-        done = len(run.done) - run.answers_sent + (error is not None)
-        return SPLIT, split_head(done, rest, ENDED if error is None else FAILED), answers
+            part = run.take_done()
+            rest = run.give_back(even_if_whole=True)
+            if rest and error is None:
+                self._send(pack_returned([(run.number, rest)]))
+        if not part.values and error is None:  # the last ones were sent, or none was run
+            return True
+        head, answers = self._pack_answers(part, error)
+        return self._outcomes.add(run.number, ANSWERS, part.started, finished, answers, head)
+
+    def _pack_answers(self, part: Part, error: bytes | None) -> tuple[bytes, bytes | Serialized]:
+        failed = error is not None
+        head = answers_head(part.first, len(part.values) + failed, failed)
+        return head, pack_answers(part.values, part.packed, error, self._store)
+
+    def _keep_answers(self, must_send: bool) -> None:
+        """Have what is done of the chunk that runs outlive this drone; if it is time, or must be,
+        send that, and handle what has come meanwhile. Called by the main thread between two calls,
+        and interrupted only after that.
+        """
+        run = self._chunk
+        assert run is not None
+        self._current = 0
+        with self.socket_lock:  # so that the control thread does not send what comes later before
+            part, now = run.take_done(), monotonic()
+            head, answers = self._pack_answers(part, None)
+            kept = self._outcomes.add(run.number, ANSWERS, part.started, now, answers, head)
+        if must_send or not kept or now - self._last_flush > FLUSH_SECONDS:
+            self._flush()
+            self._receive(wait=False)
+        self._current = run.number
+        self._raise_if_interrupted(run.number)
+
+    def _raise_if_interrupted(self, number: int) -> None:
+        if number in self._pending_interrupts:
+            raise KeyboardInterrupt("interrupted by the controller")
 
     def _send_outcomes(self) -> None:
         """Send the collected outcomes. Called by either thread, holding `socket_lock`."""
@@ -337,26 +396,22 @@ class DroneExecutor:
         if frames:
             self._send(frames)
 
-    def _cut_chunk(self) -> None:
-        """Cut a chunk that takes too long. See chunk_run.py.
-
-        Called by the control thread, holding `socket_lock`.
+    def _send_done_so_far(self) -> None:
+        """Send what is done of a chunk that takes long. Called by the control thread, holding
+        `socket_lock`.
         """
         run = self._chunk
-        if run is None or run.was_cut:
-            return
-        rest = run.cut()
-        run.was_cut = True
-        run.answers_sent = len(run.done)
-        if rest or run.answers_sent:
-            answers = pack_answers(run.done[: run.answers_sent], run.packed, None, self._store)
-            head = split_head(run.answers_sent, rest, RUNNING)
-            # Before the answers, which may contain these handles.
-            kept_values = self._outcomes.kept_value_entries(run.number)
-            entry, large = self._outcomes.entry(
-                run.number, SPLIT, run.started, monotonic(), answers, head
-            )
-            self._send(pack_outcomes([*kept_values, entry], large))
+        if run is not None:
+            run.slow_down()
+            part = run.take_done()
+            if part.values:
+                head, answers = self._pack_answers(part, None)
+                # Before the answers, which may contain these handles.
+                kept_values = self._outcomes.kept_value_entries(run.number)
+                entry, large = self._outcomes.entry(
+                    run.number, ANSWERS, part.started, monotonic(), answers, head
+                )
+                self._send(pack_outcomes([*kept_values, entry], large))
 
     def _start_overlapped(self, task: ReceivedTask) -> None:
         """Start a task that runs beside others."""
@@ -364,8 +419,7 @@ class DroneExecutor:
         self._status_page.mark_started(task.number)
         started = monotonic()
         try:
-            if task.number in self._pending_interrupts:
-                raise KeyboardInterrupt("interrupted by the controller")
+            self._raise_if_interrupted(task.number)
             coro = task.definition.begin(task.kind, task.payload)
             overlap.begin(task.number, coro, task.keeps)
             if self._claim_interrupt(task.number):  # since the check before
@@ -489,7 +543,12 @@ class DroneExecutor:
         calls = self._calls  # read once: the main thread may set it to None
         if calls is not None:
             returned += calls.take_from_end()
-        self._send(pack_numbers(RETURNED, returned[::-1]))
+        pairs = [(number, 0) for number in returned[::-1]]
+        run = self._chunk
+        rest = 0 if run is None else run.give_back()
+        if run is not None and rest:
+            pairs.insert(0, (run.number, rest))
+        self._send(pack_returned(pairs))
 
     def _on_cancel(self, frames: list[bytes]) -> None:
         targets = set(unpack_numbers(frames))
@@ -515,6 +574,9 @@ class DroneExecutor:
             each for each in targets if each in overlap.running and self._claim_interrupt(each)
         }
         overlap.interrupt(begun | (targets & {0}))
+        run = self._chunk
+        if run is not None and not current and 0 in targets:  # between two of its calls
+            self._pending_interrupts.add(run.number)
         if current and (current in targets or 0 in targets):
             self._pending_interrupts.discard(current)
             self._interrupt_target = current
@@ -575,10 +637,12 @@ class DroneExecutor:
 
     @property
     def current(self) -> int:
-        """The number of the running task; 0: none; negative: between tasks that came together, with
-        another value after each of them.
+        """The number of the running task; 0: none; negative: between tasks that came together.
+        Another value after each call, but for those of a chunk that are not marked.
         """
-        return self._current or (-1 - self._last_done if self._calls is not None else 0)
+        if self._current:
+            return self._current + (self._status_page.call << 64)
+        return -1 - self._last_done if self._calls is not None else 0
 
     def beat(self) -> None:
         self._status_page.beats += 1

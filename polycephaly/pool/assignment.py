@@ -11,7 +11,8 @@ of `queue`, by priority.
 
 A drone receives up to `tuning.batch_seconds` of known short tasks at once, but only one task at a
 time if the task is long or its length is not known yet. If a drone turns out to be busy with tasks
-behind the running one while another drone is idle, the tasks that have not begun are recalled.
+behind the running one while another drone is idle, the tasks that have not begun are recalled, as
+are the calls of a chunk (chunk.py).
 
 No step looks at all drones, but at most at those that take more beside what they have. Each record
 reports its changes, and the next step looks at those that have changed; so the lists of idle
@@ -213,7 +214,7 @@ class Assignment:
                 self.busy.add(drone)
             else:
                 self.busy.discard(drone)
-            if len(in_flight) > 1 and is_crowded(drone):
+            if in_flight and is_crowded(drone):
                 self.crowded.add(drone)
             elif self.crowded:
                 self.crowded.discard(drone)
@@ -453,7 +454,9 @@ class Assignment:
         if seconds is None:
             return -1.0
         estimate = max(seconds * task.count, MIN_TASK_SECONDS)
-        return None if in_flight and load + estimate > tuning.batch_seconds else estimate
+        if in_flight and load + estimate > tuning.batch_seconds:
+            return estimate if task.is_divisible and drone.takes_chunk_behind() else None
+        return estimate
 
     # -- a check, for tests and `POLYCEPHALY_VALIDATE=1` ------------------------------------------
 
@@ -526,12 +529,8 @@ def shares_pickle(task: Task) -> bool:
 
 
 def is_crowded(drone: DroneRecord) -> bool:
-    """Return whether tasks wait in `drone` behind one that runs, and may be recalled."""
-    return (
-        len(drone.in_flight) - drone.overlapping > 1
-        and not drone.recall_pending
-        and drone.state is State.READY
-    )
+    """Return whether calls wait in `drone` behind the one that runs, and may be recalled."""
+    return drone.has_calls_behind_one() and not drone.recall_pending and drone.state is State.READY
 
 
 def _message_bytes(task: Task) -> int:

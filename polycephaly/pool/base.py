@@ -610,10 +610,17 @@ class ExecutorBase(TaskTarget, Executor):
         timeout
             Seconds from this call on, after which waiting for a result raises `TimeoutError`.
         chunksize
-            Accepted for compatibility with the standard library. Has no effect.
+            So many consecutive calls are sent to a drone together, whatever time and room they
+            take, and no other drone is given any of them once the first has begun. For calls that
+            belong together, because they read the same file, for example. None: short calls are
+            sent together as their measured times suggest, and given back if another drone has
+            nothing to do. Calls with a time limit, a `Retry` or resources, calls whose errors are
+            returned, coroutines that overlap, and calls of a pool with `max_tasks` or of a served
+            one are sent one by one in any case, as is a call with a promise, a kept value or an end
+            of a channel among its arguments.
         buffersize
-            Maximum number of calls in flight. None: as many as keep the drones busy; 2,048 for a
-            served pool.
+            Maximum number of calls in flight; with `chunksize`, of chunks, as in the standard
+            library. None: as many as keep the drones busy; 2,048 for a served pool.
         ordered
             If False, results are given in the order in which they arrive.
         progress
@@ -690,7 +697,7 @@ class ExecutorBase(TaskTarget, Executor):
         if timeout is not None:
             timeout = check_seconds("timeout", timeout)
         if chunksize is not None:
-            check_at_least("chunksize", chunksize, 1)
+            chunksize = check_at_least("chunksize", chunksize, 1)
         if buffersize is not None:
             buffersize = check_at_least("buffersize", buffersize, 1)
         check_work(fn, iterables or ((),), {})
@@ -702,9 +709,12 @@ class ExecutorBase(TaskTarget, Executor):
         dispatcher.warn_if_stale(fn)
         with dispatcher.calls():
             source = (
-                Source(dispatcher, task_options, fn, iterables, chosen)
+                Source(dispatcher, task_options, fn, iterables, chosen, chunksize)
                 if resume is None
-                else _resumed(dispatcher, task_options, fn, iterables, chosen, resume, key, changed)
+                else _resumed(
+                    *(dispatcher, task_options, fn, iterables, chosen),
+                    *(resume, key, changed, chunksize),
+                )
             )
             bar = Progress(source.label, total_of(iterables)) if progress else None
             kind = Ordered if ordered else Unordered

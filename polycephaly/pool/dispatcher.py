@@ -35,13 +35,12 @@ from .._compat import caller_stacklevel, renew_in_child
 from ..errors import Lost, copy_error
 from ..memory.references import Serialized
 from ..promises.combining import race
-from ..promises.promise import CANCELLED, Promise, Signal, fulfill, reject
+from ..promises.promise import Promise, Signal, fulfill, reject
 from ..runtime.deferred_sigint import DeferredSigint
 from ..runtime.hidden import Hidden
 from ..runtime.prompt import running_cell
 from ..runtime.signal_handlers import is_of_signal_handler
 from ..wire.functions import RemoteFunction
-from ..wire.map_chunks import FAILED, RUNNING
 from ..wire.messages import CANCEL, DEFINE_CODE, pack_numbers
 from ..wire.placeholders import PayloadWithRefs
 from .assignment import Send
@@ -60,7 +59,7 @@ from .reactor import PROGRAM_ENDS, acquire_reactor
 from .stale import StaleWarning
 from .stall_detection import StallDetector
 from .supervisor import Supervisor
-from .task import Chunk, Task, fail
+from .task import Task, fail
 from .task_state import ENDING, QUEUED, WAITING
 from .validation import VALIDATES, validate
 
@@ -533,40 +532,9 @@ class Dispatcher(DispatcherBase):
         if handle.overlapping or batch[0].timeout is not None:
             self.state.limits.sent(handle, batch, now)
 
-    def requeue_returned(self, handle: DroneHandle, numbers: tuple[int, ...]) -> None:
-        self.state.recalled(handle, numbers, self.reactor.timers.now())
+    def requeue_returned(self, handle: DroneHandle, returned: list[tuple[int, int]]) -> None:
+        self.state.recalled(handle, returned, self.reactor.timers.now())
         self.after_answer(handle)
-
-    def split(self, handle: DroneHandle, task: Chunk, done: int, rest: int, state: int) -> None:
-        """Handle a drone's answer for the first `done` calls of a chunk. The drone has not begun
-        the last `rest` calls, and gives them back.
-        """
-        if state != RUNNING and (not rest or state == FAILED):
-            handle.remove_in_flight(task.number)
-            return
-        current, later = task.split(done, rest)
-        followers = []
-        for each in (current, later):
-            if each.count:
-                self.unsettled[each] = None
-        if state == RUNNING:
-            handle.replace_in_flight(task, current)
-            # Otherwise the last call had just ended: no thread waits for the report of that.
-            if current.count:
-                followers.append(current)
-        else:
-            handle.remove_in_flight(task.number)
-        if rest:
-            if task.promise.done():  # cancelled: the rest does not begin
-                later.promise._settle(CANCELLED, None, None)
-            else:
-                self.requeue([later])
-            followers.append(later)
-        task.followers = followers
-        # If cancelled, the canceller may have read `followers` before the line above.
-        if task.promise.done():
-            for each in followers:
-                self.reactor.deliver(each.promise.cancel)
 
     def queue_inbound(self) -> None:
         """Queue the tasks of the inbox in order. After the end, a thread that adds one rejects
@@ -653,7 +621,7 @@ class Dispatcher(DispatcherBase):
             self.needs_dispatch = True
         if not task.is_withdrawn:
             task.is_withdrawn = True
-            self.tasks_cancelled += task.count
+            self.tasks_cancelled += task.calls_left
         self.state.cancelled(task, self.reactor.timers.now())
 
     def interrupt(self, handle: DroneHandle) -> None:

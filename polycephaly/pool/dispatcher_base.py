@@ -19,7 +19,7 @@ from time import time
 
 from .._compat import remote_traceback_type
 from ..errors import copy_error
-from ..promises.promise import Promise, Signal, fulfill, reject
+from ..promises.promise import Promise, Signal, fulfill, reject, settle_promise
 from ..runtime.timers import Timer
 from ..wire.exceptions import describe_error, message_of
 from ..wire.messages import CANCEL, PROFILE, RECALL, pack_numbers
@@ -29,7 +29,19 @@ from .config import PoolConfig
 from .drone_handle import DroneHandle
 from .interfaces import End, State, TaskRunner
 from .limits import AskFrames, Interrupt, Kill, Look, LookAt, TimeOut
-from .pool_state import Action, Cancel, Fail, Freed, PoolState, Recall, Refuse, Restarted, SetTimer
+from .pool_state import (
+    Action,
+    Cancel,
+    Complete,
+    Divide,
+    Fail,
+    Freed,
+    PoolState,
+    Recall,
+    Refuse,
+    Restarted,
+    SetTimer,
+)  # fmt: skip
 from .reactor import Reactor, Tenant
 from .record import TraceBuffer
 from .stack_requests import StackRequest, StackRequests, format_remote, frames_of
@@ -175,6 +187,17 @@ class DispatcherBase(TaskRunner, Tenant):
                 drone.send(pack_numbers(CANCEL, (task.number,)))
             case Recall(drone):
                 drone.send(pack_numbers(RECALL))
+            case Divide(chunk, rests):
+                for each in rests:
+                    self.unsettled[each] = None
+                chunk.rests = [*rests, *chunk.rests]
+                # Who cancels a chunk cancels it first, and then looks at `rests`.
+                if chunk.promise.done():
+                    for each in rests:
+                        deliver(each.promise.cancel)
+            case Complete(chunk):
+                chunk.payload = b""
+                deliver(partial(settle_promise, chunk.promise, None, None))
             case Kill(drone, reason):
                 drone.kill(reason)
             case AskFrames(drone, number):

@@ -20,9 +20,11 @@ from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from ..runtime.tuning import tuning
+from ..wire.status_page import unpack_calls_begun
+from .chunk import Chunk
 from .interfaces import State
-from .task import Sending, Task
-from .task_state import ENDING, SENT
+from .task import Task
+from .task_state import ENDING
 
 
 class Observer(Protocol):
@@ -43,6 +45,9 @@ class Fates(NamedTuple):
     """They are queued again, except those for this drone only, which are rejected."""
     running: Task | None
     """The last of those that have begun, as far as the drone has displayed that."""
+    rest: Chunk | None
+    """The calls of `running`, if that is a chunk, that were not begun, as far as that is known.
+    They are not among the tasks that were not begun."""
 
 
 class DroneRecord:
@@ -120,8 +125,8 @@ class DroneRecord:
         """Return whether the drone may be sent a task now.
 
         An idle drone takes any task. A busy drone takes known short tasks until half of the budget
-        is used, and overlapped tasks beside others of that kind. A retiring drone takes only
-        dedicated tasks, one that is being prepared none.
+        is used, a chunk behind another one, and overlapped tasks beside others of that kind. A
+        retiring drone takes only dedicated tasks, one that is being prepared none.
         """
         if (
             not (self.state is State.READY or (dedicated and self.state is State.RETIRING))
@@ -135,8 +140,34 @@ class DroneRecord:
         if not self.in_flight:
             return True
         return (
-            self.takes_behind_others and not self.unknown and self.load < tuning.batch_seconds / 2
+            self.takes_behind_others
+            and not self.unknown
+            and (self.load < tuning.batch_seconds / 2 or self.takes_chunk_behind())
         )
+
+    def takes_chunk_behind(self) -> bool:
+        """Return whether the drone runs a chunk, and has nothing else: then it takes another one of
+        known length, so that it need not wait for that.
+        """
+        return len(self.in_flight) == 1 and next(iter(self.in_flight.values())).is_divisible
+
+    def load_behind_one(self) -> float:
+        """Return the estimated seconds of the tasks behind the one that runs."""
+        head = next(iter(self.in_flight.values()))
+        assert head.sending is not None
+        return self.load - max(0.0, head.sending.estimate)
+
+    def has_calls_behind_one(self) -> bool:
+        """Return whether calls wait behind the one that runs that another drone could run."""
+        waiting = len(self.in_flight) - self.overlapping
+        if waiting > 1:
+            tasks = self.in_flight.values()
+            last = next(reversed(tasks))
+            return last.target is None or any(task.target is None for task in [*tasks][1:])
+        if not waiting:
+            return False
+        task = next(iter(self.in_flight.values()))
+        return task.is_divisible and task.calls_left > 1
 
     def tasks_left(self, max_tasks: int | None) -> int:
         """Return how many more tasks the drone may be sent until it has had `max_tasks`. There is
@@ -148,20 +179,29 @@ class DroneRecord:
 
     # -- tasks leave flight ------------------------------------------------------------------------
 
-    def replace_in_flight(self, task: Task, part: Task) -> None:
-        """Let `part`, the rest of the chunk `task` on this drone, take its place and number. The
-        time that `part` takes is not known.
+    def note_answers(self, chunk: Chunk, calls: int, failed: bool) -> bool:
+        """Note that so many more calls of `chunk` are answered. Return whether nothing is left of
+        it: all are, or the last one has `failed`.
         """
-        sending = task.sending
-        assert sending is not None
-        if sending.estimate >= 0:
-            self.load -= sending.estimate
-            self.unknown += 1
-        part.number, part.position = task.number, task.position
-        part.state, task.state = SENT, ENDING
-        part.sending = Sending(self.reference, self.name, sending.at, -1.0)
-        self.in_flight[part.number] = part
+        chunk.answered += calls
+        is_over = failed or not chunk.calls_left
+        if is_over:
+            self.remove_in_flight(chunk.number)
+            self.highest_answered = max(self.highest_answered, chunk.position)
+            chunk.payload = b""
         self.changed()
+        return is_over
+
+    def take_back(self, chunk: Chunk, calls: int) -> Chunk:
+        """Return the last `calls` calls of `chunk`, which this drone will not begin."""
+        sending = chunk.sending
+        assert sending is not None
+        if sending.estimate > 0:
+            share = sending.estimate * calls / chunk.count
+            sending.estimate -= share
+            self.load -= share
+        self.changed()
+        return chunk.take_rest(calls)
 
     def remove_many_in_flight(self, numbers: list[int]) -> list[Task | None]:
         """Remove many tasks from flight, as `remove_in_flight` does, but for their deadlines, which
@@ -185,9 +225,10 @@ class DroneRecord:
         self.changed()
         return tasks
 
-    def take_fates(self, begun: Iterable[int]) -> Fates:
+    def take_fates(self, begun: Iterable[int], call: int = 0) -> Fates:
         """Take all tasks out of flight, because this drone has died. `begun` are numbers of tasks
-        that it is known to have begun: so it has begun all that were sent before these.
+        that it is known to have begun: so it has begun all that were sent before these. If the last
+        one is a chunk, `call` is what the status page tells of its calls; 0 if that is not known.
         """
         in_flight = self.in_flight
         known = [in_flight[number].position for number in begun if number in in_flight]
@@ -201,7 +242,17 @@ class DroneRecord:
             # A malformed message may have been the answer of any task sent before.
             has_begun = task.position <= max(last_begun, self.suspect_position)
             (begun_tasks if has_begun else others).append(task)
-        return Fates(begun_tasks, others, running)
+        rest: Chunk | None = None
+        calls_begun, run_length = unpack_calls_begun(call)
+        if isinstance(running, Chunk) and running.answered < calls_begun:
+            if run_length == 1:
+                running.lost_call = calls_begun - running.answered - 1
+            if calls_begun < running.count:
+                rest = running.take_rest(running.count - calls_begun)
+        for task in [*begun_tasks, *others]:
+            if isinstance(task, Chunk):
+                task.drop_answered()
+        return Fates(begun_tasks, others, running, rest)
 
     def take_in_flight(self) -> list[Task]:
         """Remove all tasks from flight and return them."""

@@ -13,15 +13,16 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import Malformed, skip_own_frames
 from ..memory.references import Received
 from ..promises import opener_thread
 from ..promises.promise import FINISHED, callbacks, fulfill, settle_promise
 from ..wire.exceptions import unpack_exception
-from ..wire.map_chunks import RUNNING, unpack_split
+from ..wire.map_chunks import Answers, unpack_answers
 from ..wire.messages import (
+    ANSWERS,
     ERROR,
     EVENT_LOG,
     FRAMES,
@@ -37,7 +38,6 @@ from ..wire.messages import (
     RESULTS,
     RETURNED,
     SHARED,
-    SPLIT,
     VALUE,
     VALUES,
     WITHDRAWN,
@@ -47,12 +47,14 @@ from ..wire.messages import (
     unpack_lists,
     unpack_numbers,
     unpack_outcomes,
+    unpack_returned,
 )
 from ..wire.placeholders import sent_bytes
+from .chunk import Chunk, Part
 from .directory import KeptTask
 from .dispatcher import Dispatcher
 from .drone_handle import DroneHandle
-from .task import Answer, Chunk, StoredValue, Task
+from .task import Answer, StoredValue, Task
 
 if TYPE_CHECKING:
     from ..wire.functions import RemoteFunction
@@ -79,7 +81,7 @@ def handle_message(dispatcher: Dispatcher, handle: DroneHandle, frames: list[byt
         handle.pid = handle.pid or pids[0]  # the zygote's report may be read later
         dispatcher.supervisor.on_hello(handle)
     elif kind == RETURNED:
-        dispatcher.requeue_returned(handle, unpack_numbers(frames))
+        dispatcher.requeue_returned(handle, _check_returned(handle, unpack_returned(frames)))
     elif kind in (FRAMES, PROFILE):
         dispatcher.stack_requests.on_answer(*unpack_frames(frames))
     else:
@@ -105,7 +107,7 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
     timed: RemoteFunction | None = None
     seconds, calls = 0.0, 0
     answered = 0  # calls
-    parts: dict[int, int] = {}  # of chunks, by number: how many calls were answered
+    parts: list[_ReceivedPart] = []
     offset = handle.clock_offset
     try:
         for number, status, started, finished, payload, output in outcomes:
@@ -115,26 +117,23 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
                     continue
                 if _handle_entry(dispatcher, handle, number, status, finished, payload):
                     continue
-                task, status, payload, done = _handle_special_outcome(
-                    dispatcher, handle, number, status, payload
-                )
-            else:
-                task = handle.remove_in_flight(number)
-                done = 1 if task is None else task.count
+                if status & ~SHARED == ANSWERS:
+                    part = _receive_part(handle, number, status, started, finished, payload, now)
+                    if part is not None:
+                        parts.append(part)
+                        answered += part.calls
+                        dispatcher.record.add_answer(
+                            handle.name, part.chunk, part.times, part.calls, item=part.item
+                        )
+                    continue
+                status, payload = status & ~SHARED, handle.ref_table.receive(payload)
+            task = handle.remove_in_flight(number)
             if task is None:  # given up as lost before the answer came
                 continue
             if status == WITHDRAWN:
-                # Its time limit expired before it began.
-                if task.overrun is not None and not task.promise.done():
-                    dispatcher.on_failed(task, task.overrun)
-                    continue
-                task.payload = b""
-                # Not cancelled by any thread, but no answer will come either.
-                if not task.promise.done():
-                    dispatcher.reactor.deliver(task.promise.cancel)
+                _handle_withdrawn(dispatcher, task)
                 continue
-            # The rest of a chunk that was cut while running is still in flight.
-            if task.position > handle.highest_answered and number not in handle.in_flight:
+            if task.position > handle.highest_answered:
                 handle.highest_answered = task.position
             if offset:
                 started, finished = started - offset, finished - offset
@@ -154,24 +153,35 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
             if output:
                 task.promise.output = output
             settled.append(task)
-            if done != 1:
-                parts[task.number] = done
             if task.definition is not timed:
                 if timed is not None:
                     timed.record_duration(seconds, calls)
                 timed, seconds, calls = task.definition, 0.0, 0
             seconds += finished - started
-            calls += done
-            answered += done
+            calls += task.count
+            answered += task.count
         if timed is not None:
             timed.record_duration(seconds, calls)
-        dispatcher.record.add_answers(handle.name, settled, parts)
+        dispatcher.record.add_answers(handle.name, settled)
     finally:  # tasks that have left flight are settled even if the rest of the message fails
         if answered:
             handle.count_done(answered)
+        if parts:
+            dispatcher.reactor.deliver(partial(_give, parts))
         if settled:
             dispatcher.reactor.deliver(partial(settle, settled))
         dispatcher.after_answer(handle)
+
+
+def _handle_withdrawn(dispatcher: Dispatcher, task: Task) -> None:
+    # Its time limit expired before it began.
+    if task.overrun is not None and not task.promise.done():
+        dispatcher.on_failed(task, task.overrun)
+        return
+    task.payload = b""
+    # Not cancelled by any thread, but no answer will come either.
+    if not task.promise.done():
+        dispatcher.reactor.deliver(task.promise.cancel)
 
 
 def _handle_values(dispatcher: Dispatcher, handle: DroneHandle, payload: Any, now: float) -> None:
@@ -201,7 +211,7 @@ def _handle_values(dispatcher: Dispatcher, handle: DroneHandle, payload: Any, no
                 sent = task.weight + task.definition_bytes
                 task.answer, task.status = Answer(began, ended, now, sent, size), VALUE
         answered.sort(key=lambda task: task.definition.number)
-        dispatcher.record.add_answers(handle.name, answered, {})
+        dispatcher.record.add_answers(handle.name, answered)
     last = tasks[-1]
     if last is not None and last.position > handle.highest_answered:
         handle.highest_answered = last.position
@@ -246,36 +256,60 @@ def _handle_event_log(dispatcher: Dispatcher, handle: DroneHandle, payload: Any)
         log.warning("drone %s: %s", handle.name, error)
 
 
-def _handle_special_outcome(
-    dispatcher: Dispatcher, handle: DroneHandle, number: int, status: int, payload: Any
-) -> tuple[Task | None, int, Any, int]:
-    """Handle the outcome of a chunk, or one in shared memory.
+class _ReceivedPart(NamedTuple):
+    """The answers of some calls of a chunk, as the drone has packed them."""
 
-    Returns the task, its status, its payload, and how many calls the answer covers.
-    """
-    shared, status = status & SHARED, status & ~SHARED
-    done = rest = state = 0
-    if status == SPLIT:
-        done, rest, state, payload = unpack_split(payload)
-    if shared:
+    chunk: Chunk
+    item: int
+    calls: int
+    payload: Any
+    times: Answer
+    remote_objects: Any
+    is_last: bool
+
+
+def _receive_part(
+    handle: DroneHandle,
+    number: int,
+    status: int,
+    started: float,
+    finished: float,
+    payload: Any,
+    received: float,
+) -> _ReceivedPart | None:
+    """Note that calls of a chunk are answered. Return None if that is known."""
+    first, count, failed, payload = unpack_answers(payload)
+    if status & SHARED:
         payload = handle.ref_table.receive(payload)
-    if status != SPLIT:
-        task = handle.remove_in_flight(number)
-        return task, status, payload, 1 if task is None else task.count
-    task = handle.in_flight.get(number)
-    if task is None:
-        return None, VALUE, payload, 0
-    # A part that is cut again: this message has come twice.
-    if state == RUNNING and isinstance(task, Chunk) and task.continues:
-        return None, VALUE, payload, 0
-    begun = task.count - done - rest
-    if not isinstance(task, Chunk) or begun < 0 or begun > (state == RUNNING):
+    chunk = handle.in_flight.get(number)
+    if chunk is None:  # given up as lost
+        return None
+    if not isinstance(chunk, Chunk) or first > chunk.answered or first + count > chunk.count:
         raise Malformed(
-            f"drone {handle.name} answered {done} and returned {rest} of the {task.count} calls of "
-            f"task {number}"
+            f"drone {handle.name} answered the calls {first} to {first + count} of the "
+            f"{chunk.count} calls of task {number}"
         )
-    dispatcher.split(handle, task, done, rest, state)
-    return task, VALUE, payload, done
+    if first < chunk.answered or not count:
+        return None
+    sent = 0 if first else chunk.definition_bytes + sent_bytes(chunk.payload)
+    offset = handle.clock_offset
+    times = Answer(started - offset, finished - offset, received, sent, len(payload))
+    chunk.definition.record_duration(finished - started, count)
+    objects, chunk.answer_objects = chunk.answer_objects, None
+    is_last = handle.note_answers(chunk, count, failed)
+    item = chunk.first_item + first
+    return _ReceivedPart(chunk, item, count, payload, times, objects, is_last)
+
+
+def _check_returned(handle: DroneHandle, returned: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    for number, calls in returned:
+        task = handle.in_flight.get(number)
+        if calls and task and not (isinstance(task, Chunk) and calls <= task.calls_left):
+            raise Malformed(
+                f"drone {handle.name} returned {calls} of the {task.calls_left} calls of task "
+                f"{number}"
+            )
+    return returned
 
 
 # -- after the reactor's lock is released ----------------------------------------------------------
@@ -300,6 +334,24 @@ def settle(answered: Iterable[Task]) -> None:
         except BaseException as error:  # no memory: those behind it are settled, too
             task.dispatcher.openings_left.pop(task, None)
             settle_promise(task.promise, None, error)
+
+
+def _give(parts: Iterable[_ReceivedPart]) -> None:
+    """Give answers to the consumers of their maps. Each of them opens the values that run code of
+    users.
+    """
+    for chunk, item, _, payload, times, remote_objects, is_last in parts:
+        failure: BaseException | None = None
+        try:
+            answers = Answers(payload)
+            answers.remote_objects = remote_objects
+            chunk.give(Part(item, answers, times))
+        except BaseException as error:
+            failure = error.with_traceback(skip_own_frames(error.__traceback__))
+            with suppress(BaseException):
+                failure.add_note(f"while unpickling results of {chunk.definition.label}")
+        if is_last or failure is not None:
+            settle_promise(chunk.promise, None, failure)
 
 
 def _settle_in_opener(task: Task, owner: TaskRunner) -> None:

@@ -12,19 +12,18 @@ def with_item(task: str, item: int | None, calls: int = 1) -> str:
     """Return the name of a task with its index in a `map`, if it has one; that of a chunk of
     several `calls` with the indices of the first and the last.
     """
-    # A chunk without calls: the last one ended just when the chunk was cut.
-    return task if item is None or not calls else f"{task}, {_item(item, calls)}"
+    return task if item is None else f"{task}, {_item(item, calls)}"
 
 
-def add_note(error: BaseException, label: str, task: Task, done: int | None = None) -> None:
-    """Add a note to `error` that says which call of ``map(label, ...)`` has raised it: the one
-    after the first `done` calls of `task`, or, if None, the one that was running.
+def add_note(error: BaseException, label: str, task: Task, item: int | None = None) -> None:
+    """Add a note to `error` that says which call of ``map(label, ...)`` has raised it: that of
+    `item`, or, if None, the one of `task` that was running.
 
     Runs code of users, because the arguments are described.
     """
     first = task.first_item or 0
-    item, calls = task.items if done is None else (first + done, 1)
-    item = item or 0
+    found, calls = task.items if item is None else (item, 1)
+    item = found or 0
     described = describe(task, item - first) if calls == 1 else ""
     with suppress(Exception):  # the exception's class may take no notes
         place = with_item(f"map({label}, ...)", item, calls)

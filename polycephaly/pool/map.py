@@ -2,9 +2,7 @@
 
     iterables ──Source──> tasks: chunks of calls, or single calls ──> drones ──> answers ──> values
 
-A chunk that takes too long is cut by its drone (drone/chunk_run.py). The drone answers with the
-results so far, and *followers* take the chunk's place in the order: one task for the call that is
-running, and one for the rest, which any drone may run.
+The answers of a chunk come in parts, and the rest of it may be run elsewhere: see chunk.py.
 
 The consumer may be plain code, which waits, or a coroutine of asyncio or of a green thread, which
 awaits.
@@ -29,10 +27,10 @@ from ..promises.promise import Promise, fulfill, wait_settled, when_settled
 from ..runtime.clock import monotonic
 from ..runtime.progress import REFRESH_INTERVAL_SECONDS, Progress
 from ..wire.exceptions import unpack_exception
-from ..wire.map_chunks import Answers
+from .chunk import Chunk, Part, with_rests
 from .items import add_note
-from .map_source import CHUNK_SECONDS, Source
-from .task import Chunk, Task
+from .map_source import SLOW_INPUT_SECONDS, Source
+from .task import Task
 
 # Seconds. No timer is set for longer, because the reactor keeps a timer after its map has ended.
 MAX_TIMER_SECONDS = 1.0
@@ -45,6 +43,9 @@ MAX_SECONDS_AT_END = 10.0
 
 T = TypeVar("T")
 R = TypeVar("R")
+Taken = tuple[list[Task], Part | None]
+"""A task alone in a list, so that whoever takes it out leaves no reference to it here, and the part
+of it that was taken; None if it is settled, and no chunk."""
 
 
 class Results(chain[T]):
@@ -220,28 +221,27 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
         stream.was_read = True
         while True:
             stream.send_ahead()
-            tasks = stream.take_settled()
+            tasks, part = stream.take_next()
             if not tasks:
                 break
-            errors = [stream.error_of(tasks[0])]
-            if errors[0] is not None:
-                if not stream.return_exceptions:
+            if part is None:
+                errors = [stream.error_of(tasks[0])]
+                if errors[0] is None:
+                    yield _pop_values(tasks)
+                elif stream.return_exceptions:
+                    yield [_pop_error(errors, tasks, stream)]
+                else:
                     raise _pop_error(errors, tasks, stream)
-                yield [_pop_error(errors, tasks, stream)]
                 continue
-            if not isinstance(tasks[0], Chunk):
-                yield _pop_values(tasks)
-                continue
-            task = tasks.pop()
-            answers: Answers = task.promise.result()
+            task, answers = tasks.pop(), part.answers
             values = answers.values
-            yield values if answers.plain else _unpickle_values(answers, task, stream)
+            yield values if answers.plain else _unpickle_values(part, task, stream)
             if answers.opening is not None:
                 break
             if answers.error is not None:
                 # No local variable: the error's traceback would refer to the variable, and the
                 # error to the traceback.
-                raise _failure(answers, task, stream)
+                raise _failure(part, task, stream)
         if stream.source.error is not None:
             raise _input_error(stream)
     except StopIteration as stop:
@@ -264,12 +264,13 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
             )
 
 
-def _failure(answers: Answers, task: Task, stream: Ordered) -> BaseException:
-    error = unpack_exception(answers.error)
+def _failure(part: Part, task: Task, stream: Ordered) -> BaseException:
+    error = unpack_exception(part.answers.error)
     dispatcher, label = stream.source.dispatcher, stream.source.label
+    item = part.item + len(part.answers)
     dispatcher.explain(error)
-    dispatcher.note_failure(label, (task.first_item or 0) + len(answers), None, error)
-    add_note(error, label, task, len(answers))
+    dispatcher.note_failure(label, item, None, error)
+    add_note(error, label, task, item)
     return error
 
 
@@ -300,14 +301,15 @@ def _pop_values(tasks: list[Task]) -> Iterator[Any]:
         yield tasks.pop().promise.result()
 
 
-def _unpickle_values(answers: Answers, task: Task, stream: Ordered) -> Iterator[Any]:
+def _unpickle_values(part: Part, task: Task, stream: Ordered) -> Iterator[Any]:
+    answers = part.answers
     try:
         yield from answers
     except BaseException as error:
         stream.cancel()  # at once, because a consumer that stops here may keep the iterator
         if answers.opening is not None:
             error.add_note(f"while unpickling a result of {stream.source.label}")
-            add_note(error, stream.source.label, task, answers.opening)
+            add_note(error, stream.source.label, task, part.item + answers.opening)
         raise
 
 
@@ -355,7 +357,11 @@ class Ordered:
     def _send_ahead(self) -> None:
         if self._closed or self.source.is_at_end():
             return
-        max_calls = self._buffersize or self.source.calls_ahead()
+        chunksize = self.source.chunksize
+        if self._buffersize is None:
+            max_calls = self.source.calls_ahead()
+        else:
+            max_calls = self._buffersize * (chunksize or 1)
         max_tasks = self.source.tasks_ahead()
         fills_buffer = self._buffersize is not None and not self._has_begun
         self._has_begun = True
@@ -369,7 +375,9 @@ class Ordered:
             and (not self._tasks or self.source.dispatcher.has_room())
         ):
             best, room = self.source.best_size(), max_calls - self._calls_in_flight
-            if self._buffersize is not None:
+            if chunksize is not None:
+                room = best
+            elif self._buffersize is not None:
                 best = min(best, 1 + max_calls // 32)
             elif room < best and len(self._tasks) > 1 and not self._tasks[-1].promise.done():
                 # A whole chunk later is better than a small one now, which would later leave room
@@ -379,12 +387,12 @@ class Ordered:
                 return
             # Inputs may come slowly, from a socket for example: results do not wait for them.
             if self.source.may_be_slow:
-                self._inputs_are_slow = monotonic() > begun + CHUNK_SECONDS
+                self._inputs_are_slow = monotonic() > begun + SLOW_INPUT_SECONDS
             if self._inputs_are_slow and self._has_result() and not fills_buffer:
                 return
 
     def _has_result(self) -> bool:
-        return bool(self._tasks) and self._tasks[0].promise.done()
+        return bool(self._tasks) and _has_result(self._tasks[0])
 
     def _send(self, max_calls: int) -> bool:
         """Send one task, of at most so many calls; return False if there is none."""
@@ -430,33 +438,64 @@ class Ordered:
         _cancel(self._tasks)  # perhaps one that `cancel` has not seen
         self._tasks.clear()
 
-    def take_settled(self) -> list[Task]:
-        """Wait for the next settled task and return it, alone in a list; an empty list after the
-        last.
+    def take_next(self) -> Taken:
+        """Wait for what comes next, and return it: a task that is settled, or a part of a chunk,
+        with its task alone in a list. An empty list after the last.
 
         Raises `TimeoutError` after the deadline, and `CancelledError` if the task was cancelled.
         """
-        if not self._tasks:
-            return []
-        task = self._tasks[0]
-        self._wait_for(task.promise)
-        # The followers are inserted before the chunk is removed, so that a Ctrl-C in between finds
-        # them.
-        for each in reversed(task.followers):
-            self._tasks.insert(1, each)
-        self._tasks.popleft()
-        return self._count_taken(task)
+        while (promise := self.next_promise()) is not None:
+            self._wait_for(promise)
+        task = self._ready_task()
+        if task is None:
+            return [], None
+        if isinstance(task, Chunk) and task.parts:
+            return self._taken_part(task)
+        self._forget(task)
+        return self._taken_task(task)
 
-    def _count_taken(self, task: Task) -> list[Task]:
-        answered = task.answered_count
-        self._calls_in_flight -= answered
-        self._taken += answered
-        self.source.record_times(task, answered)
-        return [task]
+    def _ready_task(self) -> Task | None:
+        return self._tasks[0] if self._tasks else None
+
+    def _forget(self, task: Task) -> None:
+        self._tasks.popleft()
+
+    def _taken_part(self, task: Chunk) -> Taken:
+        part = task.parts.popleft()
+        self._count_taken(part.calls)
+        self.source.record_times(part.times, part.calls)
+        return [task], part
+
+    def _taken_task(self, task: Task) -> Taken:
+        self._count_taken(task.calls_left)
+        self.source.record_task(task)
+        return [task], None
+
+    def _count_taken(self, calls: int) -> None:
+        self._calls_in_flight -= calls
+        self._taken += calls
 
     def next_promise(self) -> Promise[Any] | None:
-        """Return the promise that `take_settled` would wait for, or None if there are no tasks."""
-        return self._tasks[0].promise if self._tasks else None
+        """Return the promise that `take_next` would wait for; None if it would not wait."""
+        promise = self._next_promise()
+        if not self._tasks:  # the last chunk was taken in full
+            self.send_ahead()
+            promise = self._next_promise()
+        return promise
+
+    def _next_promise(self) -> Promise[Any] | None:
+        while self._tasks:
+            task = self._tasks[0]
+            if not isinstance(task, Chunk):
+                return None if task.promise.done() else task.promise
+            arrival = task.next_arrival()
+            if arrival is not None or not task.is_read():
+                return arrival
+            # Inserted before the chunk is removed, so that a Ctrl-C in between finds them.
+            for each in reversed(task.rests):
+                self._tasks.insert(1, each)
+            self._tasks.popleft()
+        return None
 
     @property
     def is_over(self) -> bool:
@@ -468,7 +507,7 @@ class Ordered:
         if self.was_read:
             return False
         return not self.source.exhausted or any(
-            not task.promise.done() or task.promise.cancelled() for task in self._tasks
+            not task.promise.done() or task.promise.cancelled() for task in with_rests(self._tasks)
         )
 
     def cancel(self) -> None:
@@ -511,11 +550,13 @@ class Ordered:
     # -- for consumers that await ------------------------------------------------------------------
 
     async def wait(self) -> None:
-        """Wait until `take_settled` would not block. Breaking off this wait cancels nothing."""
-        # Before the wait: `take_settled` would block on tasks that are sent only after it.
+        """Wait until `take_next` would not block. Breaking off this wait cancels nothing."""
+        # Before the wait: `take_next` would block on tasks that are sent only after it.
         self.send_ahead()
-        promise = self.next_promise()
-        while promise is not None and not promise.done() and not self.is_late():
+        while not self.is_late():
+            promise = self.next_promise()
+            if promise is None:
+                return
             self.show()
             wakeup: Promise[object] = Promise()
             wake = partial(fulfill, wakeup)
@@ -537,8 +578,8 @@ class Ordered:
         ):
             self._shown_at = monotonic()
             # A copy, because another thread may send.
-            settled = [task for task in self._tasks.copy() if task.promise.done()]
-            self._progress.show(self._taken + sum(task.answered_count for task in settled))
+            tasks = with_rests(self._tasks.copy())
+            self._progress.show(self._taken + sum(map(_calls_to_take, tasks)))
             if last:
                 self._progress.close()
 
@@ -564,23 +605,43 @@ class Unordered(Ordered):
         self._arrived: deque[Task] = deque()
         self._next_arrival: Promise[None] = Promise()
 
-    def take_settled(self) -> list[Task]:
-        while not self._arrived:
-            if not self._tasks:
-                return []
-            self._wait_for(self._next_arrival)
-            self._next_arrival = Promise()
-        task = self._arrived.popleft()
-        for each in task.followers:
-            self._add(each)
-        self._tasks.remove(task)
-        return self._count_taken(task)
+    def _next_promise(self) -> Promise[Any] | None:
+        while self._tasks:
+            while self._arrived:
+                task = self._arrived[0]
+                if not isinstance(task, Chunk) or _has_result(task):
+                    if not (isinstance(task, Chunk) and task.is_read()):
+                        return None
+                    self._replace_by_rests(task)
+                self._arrived.popleft()
+            if not self._next_arrival.done():
+                return self._next_arrival
+            self._next_arrival = Promise()  # before it is looked again whether anything has arrived
+        return None
 
-    def next_promise(self) -> Promise[Any] | None:
-        # `_next_arrival` may have reported tasks that were taken without a wait.
-        if self._tasks and not self._arrived and self._next_arrival.done():
-            self._next_arrival = Promise()
-        return self._next_arrival if self._tasks and not self._arrived else None
+    def _ready_task(self) -> Task | None:
+        return self._arrived[0] if self._tasks and self._arrived else None
+
+    def _forget(self, task: Task) -> None:
+        self._arrived.popleft()
+        with suppress(ValueError):  # a rest of a chunk that was not taken in full
+            self._tasks.remove(task)
+
+    def _taken_part(self, task: Chunk) -> Taken:
+        self._arrived.popleft()
+        return super()._taken_part(task)
+
+    def _replace_by_rests(self, chunk: Chunk) -> None:
+        """Forget a chunk of which all was taken. Of its rests, some may have been taken, too."""
+        if chunk in self._tasks:  # else the chunk of which it is a rest was not taken in full
+            self._tasks.remove(chunk)
+            rests = deque(chunk.rests)
+            while rests:
+                each = rests.popleft()
+                if each.is_read():
+                    rests.extend(each.rests)
+                else:
+                    self._tasks.append(each)
 
     def cancel(self) -> None:
         super().cancel()
@@ -591,25 +652,43 @@ class Unordered(Ordered):
 
     def _add(self, task: Task) -> None:
         super()._add(task)
-        when_settled(task.promise, partial(self._settled, task))
+        if isinstance(task, Chunk):
+            task.notify = self._on_arrival
+            if _has_result(task):  # perhaps before `notify` was there
+                for _ in range(1 + len(task.parts)):
+                    self._on_arrival(task)
+        else:
+            when_settled(task.promise, partial(self._on_arrival, task))
 
-    def _settled(self, task: Task, _: object) -> None:
+    def _on_arrival(self, task: Task, _: object = None) -> None:
         if self._closed:
             return
         self._arrived.append(task)
         fulfill(self._next_arrival)
 
 
+def _has_result(task: Task) -> bool:
+    return task.promise.done() or (isinstance(task, Chunk) and bool(task.parts))
+
+
+def _calls_to_take(task: Task) -> int:
+    """Return how many results of `task` are there."""
+    if isinstance(task, Chunk):
+        return sum(part.calls for part in task.parts.copy())
+    return task.promise.done()
+
+
 def _cancel(tasks: Iterable[Task]) -> None:
-    """Cancel `tasks`, the last one first, together with their followers.
+    """Cancel `tasks`, the last one first, together with the rests of chunks.
 
     In the other order, a drone whose task ends would begin the next one before that is cancelled.
-    Followers that another thread is just creating are not missed: that thread publishes the
-    followers and then looks whether the chunk was cancelled. This function cancels the chunk and
-    then looks for followers. So one of the two sees both.
+    Rests that the loop's thread is just adding to a chunk are not missed: that thread adds them,
+    and then looks whether the chunk was cancelled. This function cancels the chunk, and then looks
+    for rests. So one of the two sees both.
     """
     todo = [*tasks]
     while todo:
         task = todo.pop()
         task.promise.cancel()
-        todo += task.followers
+        if isinstance(task, Chunk):
+            todo += task.rests

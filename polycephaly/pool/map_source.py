@@ -1,11 +1,12 @@
 """The source of a `map`: turns the rows of its iterables into tasks.
 
-    iterables ──send_next──> rows ──> Chunk: four milliseconds of calls in one task
+    iterables ──send_next──> rows ──> Chunk: ten milliseconds of calls in one task
                       └──> large arguments, promises, unknown duration: a task per call
 
-The number of rows in a chunk follows from the time that calls have lately taken. So many short
-calls share the cost of a task, and long calls go one by one. For a served pool all calls go one by
-one, because its server neither looks into the tasks nor measures times for its clients.
+The number of rows in a chunk is `chunksize`, or follows from the time that calls have lately taken.
+So many short calls share the cost of a task, and long calls go one by one. For a served pool all
+calls go one by one, because its server neither looks into the tasks nor measures times for its
+clients.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from ..wire.map_chunks import ITEMS, PICKLED, ROWS, pack_calls
 from ..wire.pickling import BULKY_TYPES, GLOBAL_OPCODE, capture, names_global
 from ..wire.placeholders import PicklingContext
 from ..wire.shareable import SMALL_TYPES, bytes_together
-from .task import Chunk, Task
+from .chunk import MIN_CHUNK_SECONDS, Chunk
+from .task import Answer, Task
 from .task_promise import facts_of
 
 if TYPE_CHECKING:
@@ -60,15 +62,14 @@ are there already, so that taking them early is no loss.
 """
 MAX_BYTES_AHEAD = 64 << 20
 """The same limit in bytes of arguments and results."""
-CHUNK_SECONDS = 0.004
-"""Seconds of calls in a chunk: less than the 5 ms after which its drone cuts it. With 2 ms, a `map`
-of calls of 0.1 ms takes 1.6 times as much processor time of the controller, and 1.05 in all.
+CHUNK_SECONDS = 0.01
+"""Seconds of calls in a chunk. Each message wakes the controller, which takes 0.1 to 0.2 ms from
+the drones if they use all cores.
 """
-MIN_CHUNK_SECONDS = 0.0002
-"""The same for the last chunks, which get smaller and smaller: about what a task of its own costs.
-"""
-MAX_CALL_SECONDS = 0.0005
-"""Seconds of a call from which it is sent by itself, so that a death costs no other call."""
+SLOW_INPUT_SECONDS = 0.004
+"""Time that a chunk may wait for its inputs."""
+MAX_CALL_SECONDS = CHUNK_SECONDS / 2
+"""Seconds of a call from which it is sent by itself."""
 MANY_CALLS = 32
 """Calls of a chunk from which its time is taken for theirs, and less for that of the chunk."""
 MAX_CHUNK_ROWS = 2048
@@ -108,7 +109,9 @@ class Source:
         fn: Callable[..., Any],
         iterables: Sequence[Iterable[Any]],
         seed: Seed | None = None,
+        chunksize: int | None = None,
     ) -> None:
+        self.chunksize = chunksize  # None: as the times of the calls suggest
         self.error: Exception | None = None
         self.dispatcher = dispatcher
         self._task_options = task_options
@@ -168,6 +171,8 @@ class Source:
         self._store = store if isinstance(store, Store) else None
         self._max_bytes = MAX_CHUNK_BYTES if self._store is None else MAX_STORED_BYTES
         self._max_row_bytes = min(self._max_bytes, MAX_ROW_BYTES)
+        if self.chunksize is not None:  # the user's choice, however large
+            self._max_bytes = self._max_row_bytes = sys.maxsize
 
     def _is_defined(self) -> bool:
         """Return whether the next calls may share the definition of those before."""
@@ -183,6 +188,8 @@ class Source:
         if dispatcher.calls_ahead:
             return dispatcher.calls_ahead
         concurrent = dispatcher.size * (dispatcher.width if self._definition.overlaps else 1)
+        if self.chunksize is not None:
+            concurrent *= self.chunksize
         if seconds is None:
             return 4 * concurrent
         limit: float = MAX_CALLS_AHEAD * self._factor
@@ -198,18 +205,24 @@ class Source:
         dispatcher = self.dispatcher
         return dispatcher.calls_ahead or 4 * dispatcher.size * dispatcher.width + 2 * self._answered
 
-    def record_times(self, task: Task, answered: int) -> None:
-        """Add the times of a finished task, of which so many calls were answered. Followers of a
-        chunk that was cut count when they are answered.
-        """
-        self._answered += 1
+    def record_task(self, task: Task) -> None:
+        """Add the times of a task that is settled, and no chunk."""
         facts = facts_of(task.promise)
+        times = None
         if facts.started is not None and facts.finished is not None:
-            seconds = facts.finished - facts.started
+            sent, received = facts.bytes_sent, facts.bytes_received
+            times = Answer(facts.started, facts.finished, 0.0, sent, received)
+        self.record_times(times, task.calls_left)
+
+    def record_times(self, times: Answer | None, calls: int) -> None:
+        """Add the times of so many answered `calls`; None if they are not known."""
+        self._answered += 1
+        if times is not None:
+            seconds = times.finished - times.started
             self._seconds += seconds
-            self._estimate(seconds, answered)
-            self._bytes += facts.bytes_sent + facts.bytes_received
-            self._calls += answered
+            self._estimate(seconds, calls)
+            self._bytes += times.bytes_sent + times.bytes_received
+            self._calls += calls
 
     def _estimate(self, seconds: float, calls: int) -> None:
         """Update the time of a typical call. A drone that has lost its core for a moment makes a
@@ -297,14 +310,12 @@ class Source:
     def best_size(self) -> int:
         """Return the best number of calls in a task."""
         definition = self._definition
+        if self.one_by_one or definition.overlaps or definition.captures:
+            return 1
+        if self.chunksize is not None:
+            return self.chunksize
         seconds = self._call_seconds or definition.seconds
-        if (
-            seconds is None
-            or seconds > MAX_CALL_SECONDS
-            or self.one_by_one
-            or definition.overlaps
-            or definition.captures
-        ):
+        if seconds is None or seconds > MAX_CALL_SECONDS:
             return 1
         seconds = max(seconds, 1e-7)
         best = min(
@@ -315,8 +326,8 @@ class Source:
         # `len` fails for a range that is longer.
         rest = self._sized_rows if self._range is None else self._range[: sys.maxsize]
         rows_left = length_hint(rest, 0)
-        if rows_left:  # the last calls are divided among the drones
-            part = -(-rows_left // self.dispatcher.size)
+        if rows_left:  # so that the drones end at the same time
+            part = -(-rows_left // (2 * self.dispatcher.size))
             best = min(best, max(part, int(MIN_CHUNK_SECONDS / seconds)))
         return max(1, best)
 
@@ -354,7 +365,8 @@ class Source:
             self._are_plain = False  # because the next rows are probably like these
             self._rows = chain(rows, self._rows)
             rows, source = [], islice(self._rows, max_calls)
-        until = monotonic() + CHUNK_SECONDS  # if inputs come slowly, those that are there go first
+        # If inputs come slowly, those that are there go first.
+        until = monotonic() + SLOW_INPUT_SECONDS if self.chunksize is None else inf
         pickling = PicklingContext(None, self.dispatcher.registry.snapshot)
         for row in self._until_error(source):
             if form != PICKLED:
@@ -496,7 +508,7 @@ class Source:
         try:
             # Not around all rows: code of users runs when the next one is taken.
             with pickling:
-                pickled = capture(args, snapshot, small=True)
+                pickled = capture(args, snapshot, small=self.chunksize is None)
             # An argument must be notified of the outcome of its call.
             if pickling.moved is not None:
                 return None
@@ -536,17 +548,23 @@ class Source:
         if not rows:
             self.exhausted = True
             return None
+        fresh, is_whole = self._definition.single_use, self.chunksize is not None
         try:
-            calls = pack_calls(form, self._definition.single_use, rows, self._store)
+            calls = pack_calls(form, fresh, rows, self._store, is_whole=is_whole)
         except Exception as error:
             if is_of_signal_handler(error) or form == PICKLED:
                 raise
             # The class of some instances was replaced under its name while they were taken.
             rows = self._pickled_apart(rows)
-            calls = pack_calls(PICKLED, self._definition.single_use, rows, self._store)
+            calls = pack_calls(PICKLED, fresh, rows, self._store, is_whole=is_whole)
         self._row_bytes = max(len(rows), len(calls), size) / len(rows)
-        task = self.latest_task = Chunk(self.dispatcher, self._definition, calls, len(rows))
-        task.set_options(self._task_options)
-        task.first_item, self.item = self.item, self.item + len(rows)
-        self.dispatcher.submit_task(task)
-        return task
+        chunk = self.latest_task = Chunk(
+            self.dispatcher, self._definition, calls, len(rows), is_whole=is_whole
+        )
+        chunk.set_options(self._task_options)
+        chunk.first_item, self.item = self.item, self.item + len(rows)
+        self.submit_chunk(chunk)
+        return chunk
+
+    def submit_chunk(self, chunk: Chunk) -> None:
+        self.dispatcher.submit_task(chunk)

@@ -483,9 +483,9 @@ class Pool(ExecutorBase):
 
             ``drones``, a list with one dict for each drone: ``number``, ``name``, ``pid``,
             ``host``; ``state`` ("starting", "idle", "busy", "retiring" or "unresponsive: why");
-            ``running`` (as `Drone.running`), ``item`` (its index in a `map`; None for a chunk of
-            several calls) and ``client`` (the process that submitted it to a served pool: its pid,
-            followed by ``@`` and its host if that is another one; otherwise None); ``seconds``
+            ``running`` (as `Drone.running`), ``item`` (its index in a `map`; None if it may be one
+            of several calls) and ``client`` (the process that submitted it to a served pool: its
+            pid, followed by ``@`` and its host if that is another one; otherwise None); ``seconds``
             since that task was sent, or since the last answer (or None); ``waiting`` (None, or the
             attributes of a `Waiting` and its ``seconds``); ``memory`` (as `Drone.memory`);
             ``processor`` (seconds of processor time so far, or None if not known here);

@@ -29,6 +29,7 @@ from ..runtime.timers import Timer, Timers
 from ..runtime.tuning import tuning
 from ..wire.placeholders import PayloadWithRefs
 from .assignment import Assignment
+from .chunk import MIN_CHUNK_SECONDS, Chunk
 from .drone_record import DroneRecord, Fates
 from .interfaces import State
 from .limits import AskFrames, Interrupt, Kill, Limits, Look, LookAt, TimeOut
@@ -37,6 +38,10 @@ from .task_state import DELAYED, ENDING, LEASED, QUEUED
 
 MAX_UNSWEPT_TASKS = 1000
 """Cancelled tasks that may stay in queues that are shorter than that."""
+
+
+MIN_RECALL_SECONDS = 0.002
+"""Seconds of work from which it is worth while to have it given back, and sent to another drone."""
 
 
 class Fail(NamedTuple):
@@ -67,6 +72,19 @@ class Recall(NamedTuple):
     drone: Any  # a `DroneHandle`
 
 
+class Divide(NamedTuple):
+    """Let these chunks take the place of the last calls of a chunk."""
+
+    chunk: Chunk
+    rests: list[Chunk]
+
+
+class Complete(NamedTuple):
+    """Settle a chunk of which nothing is left: all its calls are answered, or in other chunks."""
+
+    chunk: Chunk
+
+
 class Restarted(NamedTuple):
     """A task has a new number. What is kept of the attempt with the old one is of no use."""
 
@@ -87,7 +105,7 @@ class SetTimer(NamedTuple):
 
 
 Action = (
-    (Fail | Refuse | Cancel | Recall | Restarted | Freed | SetTimer)
+    (Fail | Refuse | Cancel | Recall | Divide | Complete | Restarted | Freed | SetTimer)
     | (Interrupt | AskFrames | TimeOut | Kill | Look | LookAt)  # see limits.py
 )
 
@@ -261,28 +279,62 @@ class PoolState:
 
     def turn_over(self, now: float) -> None:
         """Note that the queue is empty while a drone is idle: have what waits behind the running
-        task of another one recalled, unless that answers soon.
+        task of another one recalled, at once if that takes long, else unless that answers soon.
         """
         for drone in self.assignment.take_crowded():
-            seconds = 2 * tuning.batch_seconds
-            self._call_at(now + seconds, self._recall_if_stuck, drone, drone.last_contact_at)
+            if drone.load_behind_one() > MIN_RECALL_SECONDS:
+                self._do(Recall(drone))  # pending until the drone answers
+            else:
+                head = next(iter(drone.in_flight))
+                seconds = 2 * tuning.batch_seconds
+                self._call_at(now + seconds, self._recall_if_stuck, drone, head)
 
-    def _recall_if_stuck(self, drone: DroneRecord, last_contact_at: float, now: float) -> None:
+    def _recall_if_stuck(self, drone: DroneRecord, head: int, now: float) -> None:
         if (
             drone.state is State.READY
-            and len(drone.in_flight) > 1
-            and drone.last_contact_at == last_contact_at
+            and drone.has_calls_behind_one()
+            and next(iter(drone.in_flight)) == head
             and not self.assignment.queue
         ):
-            self._do(Recall(drone))  # pending until the drone answers
+            self._do(Recall(drone))
         else:
             self.assignment.note_recalled(drone)
 
-    def recalled(self, drone: DroneRecord, numbers: Iterable[int], now: float) -> None:
-        """Queue the tasks again that a drone has given back."""
+    def recalled(self, drone: DroneRecord, returned: Iterable[tuple[int, int]], now: float) -> None:
+        """Queue again what a drone has given back: the numbers of tasks, each with how many calls
+        of a chunk that it has begun; 0 for a task that it has not begun.
+        """
         self.assignment.note_recalled(drone)
-        returned = map(drone.remove_in_flight, numbers)
-        self.returned([task for task in returned if task is not None], now)
+        tasks: list[Task] = []
+        for number, calls in returned:
+            task = drone.in_flight.get(number)
+            if task is not None and calls:
+                assert isinstance(task, Chunk)
+                tasks += self._divided(task, drone.take_back(task, calls))
+                if not task.calls_left:
+                    drone.remove_in_flight(number)
+                    self._do(Complete(task))
+            elif task is not None:
+                drone.remove_in_flight(number)
+                tasks.append(task)
+        self.returned(tasks, now)
+
+    def _divided(self, chunk: Chunk, rest: Chunk) -> list[Chunk]:
+        """Divide the rest of `chunk` among the drones that are idle, and return what is to be
+        queued of it.
+        """
+        pieces = min(rest.count, 1 + len(self.assignment.idle))
+        seconds = rest.definition.seconds
+        if seconds is not None:
+            pieces = min(pieces, 1 + int(rest.count * seconds / MIN_CHUNK_SECONDS))
+        rests = rest.divided(pieces)
+        self._do(Divide(chunk, rests))
+        if not (self.has_cancelled or chunk.promise.done()):
+            return rests
+        for each in rests:
+            each.state = ENDING
+            self._do(Cancel(each))
+        return []
 
     # -- drones end --------------------------------------------------------------------------------
 
@@ -294,6 +346,10 @@ class PoolState:
         A pool that is closing replaces its drones, too, while tasks are queued. `drone_ended` comes
         next.
         """
+        not_begun = [task for task in fates.not_begun if task.target is None]
+        if fates.rest is not None:
+            assert isinstance(fates.running, Chunk)
+            not_begun[:0] = self._divided(fates.running, fates.rest)
         own = [task for task in fates.not_begun if task.target is not None]
         own += self.assignment.take_dedicated(drone)
         for task in [task for task in self.delayed if task.target is drone]:
@@ -301,7 +357,7 @@ class PoolState:
             self.parked.discard(task)
             task.state = ENDING
             own.append(task)
-        self.returned([task for task in fates.not_begun if task.target is None], now)
+        self.returned(not_begun, now)
         self.lost(fates.begun, error, now, may_retry=True)
         self.lost(own, error, now, may_retry=False)
 

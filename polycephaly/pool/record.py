@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from operator import attrgetter
 from time import time
@@ -25,11 +25,11 @@ from ..runtime.tuning import tuning
 from ..timeline.entries import Entry
 from ..timeline.event_log import unpack_events
 from ..timeline.spans import CANCELLED, DIED, DONE, ERROR, TIMEOUT, Span, short_name
-from ..wire.messages import CALL_CHUNK, VALUE
 from ..wire.messages import ERROR as FAILED
+from ..wire.messages import VALUE
 from .task import Answer, Task
 
-_definition, _status, _kind, _answer = map(attrgetter, ("definition", "status", "kind", "answer"))
+_definition, _status, _answer = map(attrgetter, ("definition", "status", "answer"))
 
 MIN_OWN_SPAN_SECONDS = 100e-6  # shorter calls share one span
 MAX_KEPT_THREAD_SPANS = 10_000
@@ -56,7 +56,6 @@ class TraceBuffer:
         self._entry_numbers = itertools.count(1)
         self._size = 0  # spans in `entries`
         self.spans_lost = 0  # that were in earlier entries
-        self._chunk_ends: dict[str, float] = {}  # up to when chunks of a drone are recorded
         self.threads: deque[tuple[int, Span]] = deque(maxlen=MAX_KEPT_THREAD_SPANS)
         self._thread_numbers = itertools.count(1)
         self.threads_lost = 0
@@ -99,22 +98,17 @@ class TraceBuffer:
         )  # fmt: skip
         self._add(entry)
 
-    def add_answers(self, drone: str, tasks: list[Task], parts: Mapping[int, int]) -> None:
+    def add_answers(self, drone: str, tasks: list[Task]) -> None:
         """Record tasks that were answered one by one, in one message.
 
-        `parts` has the number of calls of a task, if that is not one. Short calls of one function
-        in a row share one span.
+        Short calls of one function in a row share one span.
         """
         if len(tasks) > 1:
             runs = [list(group) for _, group in itertools.groupby(tasks, _definition)]
         else:
             runs = [tasks]
         for run in runs:
-            if (
-                len(run) > 1
-                and set(map(_status, run)) == {VALUE}
-                and CALL_CHUNK not in map(_kind, run)
-            ):
+            if len(run) > 1 and set(map(_status, run)) == {VALUE}:
                 answers = list(map(_answer, run))
                 started, finished, _, bytes_sent, bytes_received = map(
                     sum, zip(*answers, strict=True)
@@ -128,20 +122,22 @@ class TraceBuffer:
                     self._add(entry)
                     continue
             for task in run:
-                calls = parts.get(task.number, 1) if parts else 1
-                if calls:  # else a chunk was cut in its first call, or just after its last one
-                    self._add_one(drone, task, _answer(task), calls)
+                self.add_answer(drone, task, _answer(task), task.count)
 
-    def _add_one(
-        self, drone: str, task: Task, answer: Answer, calls: int, status: str = ""
+    def add_answer(
+        self,
+        drone: str,
+        task: Task,
+        answer: Answer,
+        calls: int,
+        status: str = "",
+        item: int | None = None,
     ) -> None:
+        """Record the answer of a task, or of so many `calls` of a chunk, from that of `item` on."""
         sent: float = task.sending.at  # type: ignore[union-attr]  # it was in flight
         started, finished, received, bytes_sent, bytes_received = answer
         if sent > started:
             started = sent
-        if task.kind == CALL_CHUNK:  # each part of a chunk that was cut reports the same start
-            started = max(started, self._chunk_ends.get(drone, 0.0))
-            self._chunk_ends[drone] = finished
         status = status or (DONE if task.status != FAILED else _failure_status(task))
         cpu = self._cpu.pop(task.number, None) if self._cpu else None
         queued, running = task.queued, finished - started
@@ -149,7 +145,8 @@ class TraceBuffer:
             drone, short_name(task.definition.label), status, calls, (queued, queued), (sent, sent),
             (started,), (finished,), running if running > 0 else 0.0, received, bytes_sent,
             bytes_received, cpu,
-            ((task.first_number or task.number, task.input_numbers, task.first_item),),
+            ((task.first_number or task.number, task.input_numbers,
+                task.first_item if item is None else item),),
         )  # fmt: skip
         self._add(entry)
 
@@ -164,7 +161,7 @@ class TraceBuffer:
         for task in tasks:
             status = _failure_status(task) if task.promise.done() or task.timed_out else DIED
             started = 0.0 if task.definition.overlaps else before
-            self._add_one(drone, task, Answer(started, now, now), task.count, status)
+            self.add_answer(drone, task, Answer(started, now, now), task.count, status)
 
     def _add(self, entry: Entry) -> None:
         self.entries.append((next(self._entry_numbers), entry))

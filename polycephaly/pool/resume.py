@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -34,9 +33,10 @@ from ..store.resume.run import Run, warn_of_code
 from ..wire.exceptions import unpack_exception
 from ..wire.map_chunks import Answers
 from ..wire.recorded import carries_code, record
+from .chunk import Chunk, Part
 from .items import describe
-from .map_source import CHUNK_SECONDS, Source
-from .task import Chunk, Task
+from .map_source import SLOW_INPUT_SECONDS, Source
+from .task import Task
 from .task_promise import facts_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ MAX_TRACEBACK_CHARACTERS = 20_000
 _KEY_BYTES = 16
 _PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
-Keys = Sequence[tuple[int, bytes]]
+Key = tuple[int, bytes]
 """Indices and keys of the calls of a task."""
 
 
@@ -68,11 +68,14 @@ class ResumedSource(Source):
         path: str | os.PathLike[str],
         key: Callable[..., str] | None,
         changed: str,
+        chunksize: int | None,
     ) -> None:
         seeded = None if seed is None else seed.bind(fn, dispatcher.width)
         function = record(fn if seeded is None else seeded, seeded=seed is not None)
         indices = () if seeded is None or not iterables else (count(),)
-        super().__init__(dispatcher, task_options, function, (*iterables, *indices))
+        super().__init__(
+            dispatcher, task_options, function, (*iterables, *indices), chunksize=chunksize
+        )
         self._has_index = seeded is not None
         identity = identify(fn, has_keys=key is not None)
         self._user_key = key
@@ -93,12 +96,13 @@ class ResumedSource(Source):
         self._looking_error: Exception | None = None  # after these rows
         self._count = 0
         # Of the calls whose tasks were not returned yet.
-        self._keys: deque[tuple[int, bytes]] = deque()
+        self._keys: deque[Key] = deque()
         self._function_name = identity.name
         self._has_warned_of_code = False
-        # The tasks whose results are to be stored. Consumer and settling thread both look.
-        self._watched: dict[Task, Keys] = {}
-        self._watched_lock = threading.RLock()  # a follower that has settled is collected at once
+        # The single calls whose results are to be stored. Consumer and settling thread both look.
+        self._watched: dict[Task, Key] = {}
+        # Of calls in chunks, by their indices in the `map`: the keys.
+        self._awaited: dict[int, Key] = {}
         self._run = Run(os.fspath(path), identity, changed)
 
     # -- calls -------------------------------------------------------------------------------------
@@ -116,16 +120,24 @@ class ResumedSource(Source):
             task = super().send_next(max_calls)
             if self.exhausted and self._looked_at:
                 self.exhausted = False  # a stored result is next
-            if task is not None:
-                self._watch(task, [self._keys.popleft() for _ in range(task.count)])
-            elif not self.exhausted:
+            if task is not None and not isinstance(task, Chunk):
+                key = self._keys.popleft()
+                self._watched[task] = key
+                when_settled(task.promise, partial(self._collect, task))
+            elif task is None and not self.exhausted:
                 continue
             return task
+
+    def submit_chunk(self, chunk: Chunk) -> None:
+        keys = [self._keys.popleft() for _ in range(chunk.count)]
+        self._awaited.update(enumerate(keys, chunk.first_item))
+        chunk.on_part, chunk.on_lost = self._collect_part, self._collect_lost
+        super().submit_chunk(chunk)
 
     def _take_found(self) -> list[Found]:
         """Return the stored results of the next calls."""
         found: list[Found] = []
-        until = monotonic() + CHUNK_SECONDS
+        until = monotonic() + SLOW_INPUT_SECONDS
         while len(found) < MAX_FOUND and self._look():
             each = self._looked_at[0].found
             if each is None:
@@ -208,10 +220,11 @@ class ResumedSource(Source):
         return None
 
     def _settled(self, found: list[Found]) -> Task:
-        task = self.latest_task = Chunk(self.dispatcher, self._definition, b"", len(found))
-        task.first_item, self.item = self.item, self.item + len(found)
-        fulfill(task.promise, _FoundAnswers(found))
-        return task
+        chunk = self.latest_task = Chunk(self.dispatcher, self._definition, b"", len(found))
+        chunk.first_item, self.item = self.item, self.item + len(found)
+        chunk.give(Part(chunk.first_item, _FoundAnswers(found), None))
+        fulfill(chunk.promise)
+        return chunk
 
     def take_rest(self, max_calls: int, seconds: float) -> None:
         """Take the rest of the input, as of any map."""
@@ -259,40 +272,41 @@ class ResumedSource(Source):
             )
             raise
 
-    def record_times(self, task: Task, answered: int) -> None:
-        """Add the times of a finished task, whose results are about to be read."""
+    def record_task(self, task: Task) -> None:
+        """Add the times of a finished task, whose result is about to be read."""
         self._collect(task)
-        super().record_times(task, answered)
+        super().record_task(task)
 
     # -- storing -----------------------------------------------------------------------------------
 
-    def _watch(self, task: Task, keys: Keys) -> None:
-        self._watched[task] = keys
-        when_settled(task.promise, partial(self._collect, task))
-
     def _collect(self, task: Task, _: object = None) -> None:
-        """Have the outcomes of a settled task stored, once. Any thread may call this: the one that
-        settles the task, and the consumer, which empties the answers of a chunk.
+        """Have the outcome of a single call stored, once. Called in the thread that settles it, and
+        by the consumer.
         """
-        with self._watched_lock:
-            keys = self._watched.pop(task, None)
-            if keys is None or task.promise.cancelled():
-                return
-            first = task.first_item or 0
-            for each in task.followers:
-                start = (each.first_item or 0) - first
-                self._watch(each, keys[start : start + each.count])
-            if isinstance(task, Chunk) and task.promise.exception() is None:
-                answers: Answers = task.promise.result()
-                if not answers.plain:
-                    with suppress(Exception):  # which the consumer meets again
-                        answers.values[:] = list(answers)
-                done = list(answers.values)
-                size = sum(map(len, done))
-                self._run.put(partial(_ended_chunk, task, keys, done, answers.error), size)
-            else:
-                size = facts_of(task.promise).bytes_received
-                self._run.put(partial(_ended_call, task, keys), size)
+        key = self._watched.pop(task, None)
+        if key is not None and not task.promise.cancelled():
+            size = facts_of(task.promise).bytes_received
+            self._run.put(partial(_ended_call, task, key), size)
+
+    def _collect_part(self, chunk: Chunk, part: Part) -> None:
+        """Have the outcomes of a part stored, before the consumer empties its answers."""
+        answers = part.answers
+        if not answers.plain:
+            with suppress(Exception):  # which the consumer meets again
+                answers.values[:] = list(answers)
+        done = list(answers.values)
+        keys = [self._awaited.pop(item) for item in range(part.item, part.item + part.calls)]
+        size = sum(map(len, done))
+        self._run.put(partial(_ended_part, chunk, part.item, keys, done, answers.error), size)
+
+    def _collect_lost(self, chunk: Chunk, error: BaseException) -> None:
+        """Have the error stored with which the calls of a chunk are lost that were not answered, if
+        it is known which of them has failed.
+        """
+        item, calls = chunk.items
+        key = self._awaited.pop(item, None) if item is not None and calls == 1 else None
+        if key is not None:
+            self._run.put(partial(_ended_lost, chunk, key, error), 0)
 
 
 class _Row(NamedTuple):
@@ -327,28 +341,32 @@ class _FoundAnswers(Answers):
         self.remote_objects, self._parts = None, {}
 
 
-def _ended_chunk(task: Task, keys: Keys, done: list[Any], error: bytes | None) -> Iterator[Ended]:
+def _ended_part(
+    chunk: Chunk, first: int, keys: Sequence[Key], done: list[Any], error: bytes | None
+) -> Iterator[Ended]:
     for (item, key), result in zip(keys, done, strict=False):
         yield _ended(key, item, result)
-    if error is not None and len(done) < len(keys):
+    if error is not None:
         item, key = keys[len(done)]
-        yield _failed(key, item, unpack_exception(error), describe(task, len(done)))
+        index = first + len(done) - chunk.first_item
+        yield _failed(key, item, unpack_exception(error), describe(chunk, index))
 
 
-def _ended_call(task: Task, keys: Keys) -> Iterator[Ended]:
+def _ended_call(task: Task, key_of_call: Key) -> Iterator[Ended]:
+    item, key = key_of_call
     try:
         error = task.promise.exception()
     except CancelledError:
         return
     if error is None:
-        for item, key in keys:
-            yield _ended(key, item, task.promise.result())
-    elif len(keys) == 1:  # else it is not known which of its calls has failed
-        ((item, key),) = keys
+        yield _ended(key, item, task.promise.result())
+    else:
         yield _failed(key, item, error, describe(task, 0))
-    elif task.lost_call is not None:
-        item, key = keys[task.lost_call]
-        yield _failed(key, item, error, describe(task, task.lost_call))
+
+
+def _ended_lost(chunk: Chunk, key_of_call: Key, error: BaseException) -> Iterator[Ended]:
+    item, key = key_of_call
+    yield _failed(key, item, error, describe(chunk, chunk.lost_call or 0))
 
 
 def _ended(key: bytes, item: int, result: bytes) -> Ended:

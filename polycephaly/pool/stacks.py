@@ -29,7 +29,7 @@ class Stack:
     number : int or None
         The number of the task, as in its time in a timeline.
     item : int or None
-        The index in a `map`, if the task is one of its calls; None for a chunk of several calls.
+        The index in a `map`, if it runs one of its calls; None if that may be one of several.
     seconds : float or None
         Seconds since the task was sent to the drone.
     frames : list

@@ -285,11 +285,9 @@ class Supervisor:
         self._dispatcher.state.limits.drone_died(handle)
         handle.print_output()
         handle.collect_last_results()
-        fates = handle.take_fates((handle.last_answered(), handle.last_started()))
+        begun = handle.last_answered(), handle.last_started()
+        fates = handle.take_fates(begun, handle.status_page.call)
         running = fates.running
-        if running is not None:
-            calls = handle.status_page.call  # of its chunk; 0 if not known
-            running.lost_call = calls - 1 if 0 < calls <= running.count else None
         error = _death(handle, running)
         if error.__cause__ is not handle.cause:
             # Before the rejections. Not while holding the lock: reading source files takes time.

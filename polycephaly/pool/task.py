@@ -39,8 +39,8 @@ from ..promises.sealed import Sealed, is_sealed
 from ..runtime.clock import monotonic
 from ..runtime.signal_handlers import is_of_signal_handler
 from ..wire.functions import FunctionRegistry, RemoteFunction, find_unpicklable
-from ..wire.map_chunks import MIN_SEPARATE_LENGTH, Answers, Calls, args_of_call, calls_between
-from ..wire.messages import CALL, CALL_CHUNK, CALL_FILLED, CALL_KEYWORDS
+from ..wire.map_chunks import MIN_SEPARATE_LENGTH
+from ..wire.messages import CALL, CALL_FILLED, CALL_KEYWORDS
 from ..wire.pickling import MIN_LARGE_BUFFER_BYTES, join_payloads, pack
 from ..wire.placeholders import (
     PayloadWithRefs,
@@ -98,12 +98,11 @@ class Task:
     status = 0  # of the answer, as in wire/messages.py
     definition_bytes = 0  # of its function, if that was sent to the drone with this task
     count = 1  # number of calls
+    is_divisible = False  # calls of it that were not begun may be run elsewhere
     first_item: int | None = None  # in a `map`: the index of its first call
     lost_call: int | None = None  # of its calls, the one in which its drone died, if known
     # In a `map`: the pickled arguments, to name the item of an error.
     item_payload: bytes | Serialized = b""
-    # The chunks that take a chunk's place, if the drone answered before the last call.
-    followers: Sequence[Chunk] = ()
     position = 0  # among the tasks that its drone was sent, from 1
     definition: RemoteFunction
     answer: Answer | None = None  # of a task that was answered by itself
@@ -495,8 +494,9 @@ class Task:
 
     @property
     def item(self) -> int | None:
-        """The index of the task's call in a `map`. A chunk of several calls has none."""
-        return self.first_item if self.count == 1 else None
+        """The index in a `map` of the call that runs; None if it may be one of several."""
+        item, calls = self.items
+        return item if calls == 1 else None
 
     @property
     def items(self) -> tuple[int | None, int]:
@@ -527,11 +527,9 @@ class Task:
             self.dispatcher.note_failure(self.label, self.item, drone, error, self.number)
 
     @property
-    def answered_count(self) -> int:
-        """The number of its calls that no follower has taken over."""
-        if not self.followers:
-            return self.count
-        return self.count - sum(each.count for each in self.followers)
+    def calls_left(self) -> int:
+        """How many of its calls were not answered."""
+        return 1
 
     @property
     def call_number(self) -> int:
@@ -696,59 +694,6 @@ class Answer(NamedTuple):
     received: float
     bytes_sent: int = 0
     bytes_received: int = 0
-
-
-class Chunk(Task):
-    """Several calls of one function. The value is an `Answers`."""
-
-    kind = CALL_CHUNK
-    continues = False
-    """True for the rest of a chunk that was cut while running. A chunk is cut only once, so a
-    second cut is a repeated message."""
-
-    def __init__(
-        self, dispatcher: TaskRunner, definition: RemoteFunction, calls: Calls, count: int
-    ) -> None:
-        super().__init__(dispatcher)
-        self.definition = definition
-        self.payload = calls
-        self.count = count
-        if len(calls) <= MAX_ITEM_BYTES * count:
-            self.item_payload = calls
-
-    def item_args(self, index: int) -> Sequence[Any]:
-        args = args_of_call(self.item_payload, index) if self.item_payload else ()
-        return self.definition.given_args(args)
-
-    def is_opened_at_once(self, payload: Any) -> bool:
-        return True
-
-    def unpack(self, payload: Any) -> Answers:
-        """Return the answers at once, wherever they are stored: the reader takes one by one."""
-        answers = Answers(payload)
-        answers.remote_objects = self.answer_objects
-        if self.item_payload and answers.error is None:
-            self.item_payload = b""
-        return answers
-
-    def split(self, done: int, rest: int) -> tuple[Chunk, Chunk]:
-        """Return the running call, if any, and the `rest`, of a chunk whose first `done` calls are
-        answered. Called while holding the reactor's lock.
-        """
-        begun = self.count - rest
-        running, later = self._part(done, begun), self._part(begun, self.count)
-        running.answer_objects = self.answer_objects
-        running.continues = True
-        running.queued = self.queued
-        return running, later
-
-    def _part(self, start: int, stop: int) -> Chunk:
-        calls = calls_between(self.payload, start, stop)
-        part = Chunk(self.dispatcher, self.definition, calls, stop - start)
-        part.retries, part.priority = self.retries, self.priority
-        if self.first_item is not None:
-            part.first_item = self.first_item + start
-        return part
 
 
 def _describe_unpicklable(

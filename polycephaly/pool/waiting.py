@@ -21,7 +21,7 @@ class Waiting:
     task : str or None
         The task of the drone, named as in errors. None if the drone does not run any yet.
     item : int or None
-        The index in a `map`, if the task is one of its calls; None for a chunk of several calls.
+        The index in a `map`, if it runs one of its calls; None if that may be one of several.
     file, line, function : str, int and str, or None
         The innermost Python frame of the task that belongs neither to the standard library nor to
         this package. For a coroutine, the line of its `await`, and the awaitable there. None while

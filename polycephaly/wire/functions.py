@@ -118,8 +118,6 @@ class RemoteFunction:
 
         Longer times, and times of many calls, change the estimate faster.
         """
-        if not calls:  # a chunk that was cut just after its last call had ended
-            return
         seconds /= calls
         # Not a duration: any estimate computed from NaN or infinity would stay useless.
         if not 0 <= seconds < inf:

@@ -1,13 +1,13 @@
-"""Encoding of `map`'s chunks: many calls of one function in one task, many answers in one outcome.
+"""Encoding of `map`'s chunks: many calls of one function in one task, and their answers.
 
-    calls    range | pickle of (form, fresh, rows)     The range selects the rows to call: the rest
-                                                       of a chunk is the same bytes, another range.
+    calls    range | pickle of (form, fresh, whole,    The range selects the rows to call: the rest
+             rows)                                     of a chunk is the same bytes, another range.
                                                        A large pickle is in shared memory.
-    answers  pickle of (values, indices, error,        `indices` are those of the values that are
-             pickles, groups), then, if `pickles` is   pickled one by one. The groups are instances,
-             None, the values pickled separately       each with the indices of its own.
-    split    done, rest, state | answers               `done` calls are done, a failed one included;
-                                                       `rest` calls will not be begun here.
+    answers  first, count, failed | pickle of          `count` calls from that with the index
+             (values, indices, error, pickles,         `first` on are done, a failed one included.
+             groups), then, if `pickles` is None,      `indices` are those of the values that are
+             the values pickled separately             pickled one by one. The groups are instances,
+                                                       each with the indices of its own.
 
 The grouping must not show. Values that cannot change, and whose pickling cannot fail, are pickled
 together (shareable.py), and so are copies of those that can change, but whose parts cannot
@@ -39,21 +39,24 @@ MIN_SEPARATE_LENGTH = 256
 """Length from which a str or bytes, as argument or result of one call, is pickled by itself."""
 
 _RANGE = Struct("<II")
-_SPLIT = Struct("<IIB")
-
-ENDED, RUNNING, FAILED = range(3)
-"""States of a chunk in its drone: ended; running a call, or just past the last one; ended with an
-error, after which the remaining calls are not needed.
-"""
+_ANSWERS = Struct("<II?")
 
 
-def pack_calls(form: int, fresh: bool, rows: Sequence[Any], store: Store | None = None) -> Calls:
+def pack_calls(
+    form: int,
+    fresh: bool,
+    rows: Sequence[Any],
+    store: Store | None = None,
+    *,
+    is_whole: bool = False,
+) -> Calls:
     """Pack a chunk, in shared memory if it is large and there is a store with room. If `fresh`,
-    each call gets a function object of its own. Raises `PicklingError` if the class of an instance
-    cannot be pickled by its name any more.
+    each call gets a function object of its own. If `is_whole`, the drone that has begun the chunk
+    gives none of its calls back. Raises `PicklingError` if the class of an instance cannot be
+    pickled by its name any more.
     """
     head = _RANGE.pack(0, len(rows))
-    pickled = dumps((form, fresh, rows), 5)
+    pickled = dumps((form, fresh, is_whole, rows), 5)
     stored = store_pickle(pickled, store)
     if isinstance(stored, Serialized):
         return Serialized(head, stored.places, stored.written)
@@ -72,8 +75,8 @@ def _part_of(calls: bytes, start: int, stop: int) -> bytes:
     return _RANGE.pack(first + start, first + stop) + calls[_RANGE.size :]
 
 
-def unpack_calls(calls: Any) -> tuple[int, bool, Sequence[Any]]:
-    """Return the form, `fresh` and the rows of packed calls, as sent or as received."""
+def unpack_calls(calls: Any) -> tuple[int, bool, bool, Sequence[Any]]:
+    """Return the form, `fresh`, `is_whole` and the rows of packed calls, as sent or as received."""
     if isinstance(calls, Serialized):
         ((segment, at, length),) = calls.places
         head, pickled = calls.inline, pristine_view(segment)[at : at + length]
@@ -82,10 +85,10 @@ def unpack_calls(calls: Any) -> tuple[int, bool, Sequence[Any]]:
     else:
         head, pickled = calls, memoryview(calls)[_RANGE.size :]
     first, last = _RANGE.unpack_from(head)
-    form, fresh, rows = loads(pickled)
+    form, fresh, is_whole, rows = loads(pickled)
     if type(rows) is Unmade:
         form, rows = PICKLED, rows.pickled_calls()
-    return form, fresh, rows[first:last]
+    return form, fresh, is_whole, rows[first:last]
 
 
 class Packed(NamedTuple):
@@ -96,7 +99,7 @@ class Packed(NamedTuple):
 
 def args_of_call(calls: Calls, index: int) -> Sequence[Any]:
     """Return the arguments of one of the packed calls. Raises the errors of unpickling."""
-    form, _, rows = unpack_calls(calls)
+    form, _, _, rows = unpack_calls(calls)
     row = loads(rows[index]) if form == PICKLED else rows[index]
     return (row,) if form == ITEMS else row
 
@@ -191,13 +194,15 @@ class Answers:
         self._are_pickles = False  # who has taken all values may put them in their places
 
 
-def split_head(done: int, rest: int, state: int) -> bytes:
-    return _SPLIT.pack(done, rest, state)
+def answers_head(first: int, count: int, failed: bool) -> bytes:
+    return _ANSWERS.pack(first, count, failed)
 
 
-def unpack_split(payload: Any) -> tuple[int, int, int, Any]:
-    """Return done, rest and state, and the packed answers."""
-    if len(payload) <= _SPLIT.size:
-        raise Malformed(f"a split of {len(payload)} bytes")
-    done, rest, state = _SPLIT.unpack_from(payload)
-    return done, rest, state, payload[_SPLIT.size :]
+def unpack_answers(payload: Any) -> tuple[int, int, bool, Any]:
+    """Return the index of the first call that is answered, how many are, whether the last of them
+    has failed, after which the others are not needed, and the packed answers.
+    """
+    if len(payload) <= _ANSWERS.size:
+        raise Malformed(f"the answers of a chunk, of {len(payload)} bytes")
+    first, count, failed = _ANSWERS.unpack_from(payload)
+    return first, count, failed, payload[_ANSWERS.size :]

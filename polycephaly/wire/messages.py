@@ -11,7 +11,8 @@ WORK      -> drone   a batch: definitions to keep or forget, and calls of them, 
 RESULTS   drone ->   a batch of outcomes
 CANCEL    -> drone   numbers: withdraw these, or interrupt the running one (0: any that runs)
 RECALL    -> drone   give back the tasks that have not started
-RETURNED  drone ->   numbers: tasks that have not started and will not start here
+RETURNED  drone ->   two numbers for each task that will not start here: its own, and how many calls
+                     of a chunk, from its end, will not (0: none was started)
 FRAMES    both ways  numbers (request,); reply: the request, JSON: where threads and tasks are
 PROFILE   both ways  numbers (request, hertz): sample so often; 0: end, and reply as for FRAMES
 STOP      -> drone   finish the tasks received, then end
@@ -20,7 +21,8 @@ STOP      -> drone   finish the tasks received, then end
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pickle import dumps, loads
 from struct import Struct, error, unpack, unpack_from
 from struct import pack as struct_pack
@@ -30,7 +32,7 @@ from ..errors import Malformed
 
 # A batch carries one pickle per task, opaque here, so a broken pickle affects only its own task.
 # Frames are checked for shape and size before their content is used; `Malformed` names the error.
-PROTOCOL = 1
+PROTOCOL = 2
 
 HELLO, WORK, RESULTS, CANCEL, RECALL = b"H", b"W", b"R", b"C", b"B"
 RETURNED, FRAMES, PROFILE, STOP = b"Y", b"F", b"P", b"S"
@@ -41,7 +43,7 @@ DEFINES = (DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING)
 CALL, CALL_KEYWORDS, CALL_FILLED, CALL_CHUNK, CALLS = range(5, 10)
 RELEASE_RANGE, STORE, FETCH, DROP = range(10, 14)
 # Statuses of RESULTS items.
-VALUE, ERROR, WITHDRAWN, SPLIT, VALUES = range(1, 6)
+VALUE, ERROR, WITHDRAWN, ANSWERS, VALUES = range(1, 6)
 RANGE_RELEASED, EVENT_LOG, PACKED, NOT_PACKED, KEPT_VALUES, PROCESSOR_TIME = range(6, 12)
 # CALLS and VALUES stand for many tasks at once, whose arguments or values are small and immutable:
 # pickles of (numbers, arguments) and of (numbers, start times, end times, values). EVENT_LOG
@@ -103,6 +105,18 @@ def unpack_numbers(frames: Sequence[Any]) -> tuple[int, ...]:
         raise Malformed(f"{len(frames)} frames: not an array of numbers")
     body = frames[0][1:]
     return unpack(f"<{len(body) // 8}Q", body)
+
+
+def pack_returned(returned: Iterable[tuple[int, int]]) -> list[bytes]:
+    return pack_numbers(RETURNED, [*chain.from_iterable(returned)])
+
+
+def unpack_returned(frames: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return the numbers of tasks, each with how many of its calls were returned."""
+    numbers = unpack_numbers(frames)
+    if len(numbers) % 2:
+        raise Malformed(f"{len(numbers)} numbers: a task, or how many calls of it, is missing")
+    return [*zip(numbers[::2], numbers[1::2], strict=True)]
 
 
 def pack_frames(request: int, answer: dict[str, Any], kind: bytes = FRAMES) -> list[bytes]:

@@ -13,7 +13,8 @@ had begun:
     steps     while the main thread waits for promises, or tasks overlap: one more than the number
               of times that green threads have gone on; else 0
     debugged  1 while the drone is at a `breakpoint()`; else 0
-    call      of a chunk: how many of its calls have begun; 0 if that is not told
+    call      of a chunk: how many of its calls have begun, at most, and from bit 32 on, how many of
+              these may be running; 0 if no chunk runs
     holder    number of the overlapped task that lets no other run, because it does not await
 
 Only the drone writes, so no lock is needed: an aligned 8-byte store is not torn, and the count of
@@ -83,8 +84,8 @@ class StatusPage:
     def mark_started(self, number: int) -> None:
         self.cells[_STARTED] = number
 
-    def mark_call(self, count: int) -> None:
-        self.cells[_CALL] = count
+    def mark_calls(self, begun: int, run_length: int) -> None:
+        self.cells[_CALL] = begun | run_length << 32
 
     def keep(self, result: bytes) -> bool:
         """Keep a result until `mark_all_answered`; return False if there is no room for it."""
@@ -107,6 +108,11 @@ class StatusPage:
         """
         self.cells[_ANSWERED] = number
         self._kept = self.cells[_KEPT] = 0
+
+
+def unpack_calls_begun(call: int) -> tuple[int, int]:
+    """Return how many calls of a chunk have begun, and how many of these may be running."""
+    return call & 0xFFFF_FFFF, call >> 32
 
 
 NO_PAGE = StatusPage(memoryview(bytes(PAGE_BYTES)))

@@ -315,7 +315,7 @@ class LocalDrone(DroneExecutor):
                     with suppress(BlockingIOError):
                         os.eventfd_read(self._wakeup.fd)
                 self._send_outcomes()
-                self._cut_chunk()
+                self._send_done_so_far()
                 self.receive_all()
             # Not released after an error, which ends the process: the main thread would mark
             # outcomes as sent that were taken for the message that failed.

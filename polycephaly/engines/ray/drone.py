@@ -38,7 +38,7 @@ from ...runtime.fork_guard import flush_standard_streams
 from ...runtime.hidden import Hidden
 from ...runtime.procfs import boot_id, memory_of
 from ...wire.main_snapshot import Snapshot, restore_snapshot
-from ...wire.messages import RETURNED, SHARED, pack_numbers, status_of
+from ...wire.messages import SHARED, pack_returned, status_of
 from .buffers import OutOfBandBuffers, PendingResultStore, RayRefTable
 from .exit_record import ERR, OUT, ExitRecord, OutputFile, open_folder
 
@@ -224,7 +224,7 @@ class RayDrone(DroneExecutor):
         """Give back calls of an unknown function: the message with the function was lost, because
         a buffer beside it was. The driver will know soon.
         """
-        self._send(pack_numbers(RETURNED, unknown))
+        self._send(pack_returned([(number, 0) for number in unknown]))
 
     def _send(self, frames: list[bytes]) -> None:
         self._outbox.append(frames)
@@ -272,7 +272,7 @@ class RayDrone(DroneExecutor):
         with self.socket_lock:
             entries = self._exit_record.count_entries()
             self._send_outcomes()
-            self._cut_chunk()
+            self._send_done_so_far()
             has_output = any(file.has_more() for file in self._output_files)
             if self._outbox or heartbeat or has_output:
                 return self._make_report(entries)
