@@ -40,7 +40,7 @@ from ..wire.detached import (
     size_of_container,
 )
 from ..wire.main_names import MainSnapshot
-from ..wire.map_chunks import ITEMS, MIN_SEPARATE_LENGTH, PICKLED, Packed, unpack_calls  # fmt: skip
+from ..wire.map_chunks import ITEMS, MIN_SEPARATE_LENGTH, PICKLED, Packed, unpack_calls
 from ..wire.pickling import capture_builtins
 from ..wire.shareable import BATCHED_TYPES, ITEM_BYTES, SMALL_TYPES, check_of
 from .sigterm import Sigterm
@@ -87,6 +87,7 @@ class ChunkRun:
         sigterm: Sigterm,
         snapshot: MainSnapshot | None = None,
     ) -> None:
+        self._generation = forked.generation
         self.number = number
         self.done: list[Any] = []  # answers that were not sent yet
         self.answered = 0  # calls whose answers were sent
@@ -116,7 +117,6 @@ class ChunkRun:
 
         After an error, calls left in `calls` were not begun: see `attribute_error`.
         """
-        generation = forked.generation
         try:
             if self._form == ITEMS and not self._fresh:
                 self._run_items(self._open(False))
@@ -127,19 +127,24 @@ class ChunkRun:
         except BaseException as error:
             self.error = error
         # For a child that a call has forked: see `DroneExecutor.disable`.
-        forked.exit_if_forked(generation, self.error)
+        forked.exit_if_forked(self._generation, self.error)
         self._mark_calls(0, 0)
 
     def _begins_run(self) -> bool:
         """Mark the next calls as begun; return False if none is to begin after a SIGTERM."""
+        forked.exit_if_forked(self._generation)
         if self._sigterm.received:
             return False
         if monotonic() > self._keep_at and self.done:
-            self._keep(False)
-            self._keep_at = monotonic() + KEEP_SECONDS
+            self._keep_done(False)
         self._begun += self._run_length
         self._mark_calls(self._begun, self._run_length)
         return True
+
+    def _keep_done(self, must_send: bool) -> None:
+        forked.exit_if_forked(self._generation)
+        self._keep(must_send)
+        self._keep_at = monotonic() + KEEP_SECONDS
 
     def _run_items(self, function: Callable[..., Any]) -> None:
         next_item, add_small, small = self.calls.popleft, self.done.append, SMALL_TYPES
@@ -162,7 +167,7 @@ class ChunkRun:
                     self._bytes += len(value)
                     add_small(value)
                 elif ways.get(kind, add_other)(self, value):
-                    self._keep(True)
+                    self._keep_done(True)
 
     def _run_pickled(self, function: Callable[..., Any]) -> None:
         take, done = self.calls.popleft, self.done
@@ -182,7 +187,7 @@ class ChunkRun:
                 if type(value) in SMALL_TYPES:
                     done.append(value)
                 elif self._add_answer(value):
-                    self._keep(True)
+                    self._keep_done(True)
                 del value
 
     def _run_rows(self) -> None:
@@ -206,7 +211,7 @@ class ChunkRun:
                 if type(value) in SMALL_TYPES:
                     done.append(value)
                 elif self._add_answer(value):
-                    self._keep(True)
+                    self._keep_done(True)
                 del value
 
     def _add_answer(self, value: Any) -> bool:

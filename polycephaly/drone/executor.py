@@ -316,11 +316,14 @@ class DroneExecutor:
                     self._sigterm,
                     self._snapshot,
                 )
-                goes_on = True
-                while goes_on:
+                while True:
                     run.run()
+                    self._current = 0  # no interrupt hits what holds the lock
                     with self.socket_lock:
-                        goes_on = run.may_go_on()
+                        if not run.may_go_on():
+                            break
+                    self._current = number
+                    self._raise_if_interrupted(number)
             finally:
                 self._current = 0
         except BaseException as error:
@@ -331,7 +334,7 @@ class DroneExecutor:
                 kept = outcomes.add(number, ERROR, started, monotonic(), packed)
                 self._end_task(number, kept, flush_due=True)
                 return
-            self._chunk.error = error  # an interrupt behind the last call
+            self._chunk.error = self._chunk.error or error  # an interrupt behind the last call
         finished = monotonic()
         brief = finished - started < BRIEF_TASK_SECONDS
         # Of a chunk that is answered in parts, it would not be the time of any part.
@@ -377,9 +380,10 @@ class DroneExecutor:
         assert run is not None
         self._current = 0
         with self.socket_lock:  # so that the control thread does not send what comes later before
-            part, now = run.take_done(), monotonic()
-            head, answers = self._pack_answers(part, None)
-            kept = self._outcomes.add(run.number, ANSWERS, part.started, now, answers, head)
+            part, now, kept = run.take_done(), monotonic(), True
+            if part.values:  # else the control thread has just sent them
+                head, answers = self._pack_answers(part, None)
+                kept = self._outcomes.add(run.number, ANSWERS, part.started, now, answers, head)
         if must_send or not kept or now - self._last_flush > FLUSH_SECONDS:
             self._flush()
             self._receive(wait=False)
