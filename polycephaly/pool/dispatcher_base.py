@@ -32,7 +32,6 @@ from .limits import AskFrames, Interrupt, Kill, Look, LookAt, TimeOut
 from .pool_state import (
     Action,
     Cancel,
-    Complete,
     Divide,
     Fail,
     Freed,
@@ -41,6 +40,7 @@ from .pool_state import (
     Refuse,
     Restarted,
     SetTimer,
+    SettleChunk,
 )  # fmt: skip
 from .reactor import Reactor, Tenant
 from .record import TraceBuffer
@@ -195,7 +195,7 @@ class DispatcherBase(TaskRunner, Tenant):
                 if chunk.promise.done():
                     for each in rests:
                         deliver(each.promise.cancel)
-            case Complete(chunk):
+            case SettleChunk(chunk):
                 chunk.payload = b""
                 deliver(partial(settle_promise, chunk.promise, None, None))
             case Kill(drone, reason):

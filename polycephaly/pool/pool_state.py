@@ -79,7 +79,7 @@ class Divide(NamedTuple):
     rests: list[Chunk]
 
 
-class Complete(NamedTuple):
+class SettleChunk(NamedTuple):
     """Settle a chunk of which nothing is left: all its calls are answered, or in other chunks."""
 
     chunk: Chunk
@@ -105,7 +105,7 @@ class SetTimer(NamedTuple):
 
 
 Action = (
-    (Fail | Refuse | Cancel | Recall | Divide | Complete | Restarted | Freed | SetTimer)
+    (Fail | Refuse | Cancel | Recall | Divide | SettleChunk | Restarted | Freed | SetTimer)
     | (Interrupt | AskFrames | TimeOut | Kill | Look | LookAt)  # see limits.py
 )
 
@@ -313,7 +313,7 @@ class PoolState:
                 tasks += self._divided(task, drone.take_back(task, calls))
                 if not task.calls_left:
                     drone.remove_in_flight(number)
-                    self._do(Complete(task))
+                    self._do(SettleChunk(task))
             elif task is not None:
                 drone.remove_in_flight(number)
                 tasks.append(task)
