@@ -13,7 +13,8 @@ from faults import PackedSlowly, append, wait_for
 from in_time import dispatcher_of
 
 import polycephaly as poly
-from polycephaly.drone.chunk_run import MAX_ANSWER_BYTES, MAX_RUNS, ChunkRun
+from polycephaly.drone import chunk_run as chunk_runs
+from polycephaly.drone.chunk_run import KEEP_SECONDS, MAX_ANSWER_BYTES, RUN_SECONDS, ChunkRun
 from polycephaly.drone.console import OutputTail
 from polycephaly.drone.executor import DroneExecutor
 from polycephaly.drone.overlap import Overlap
@@ -295,7 +296,7 @@ def end_of(run):
         ),
         keep_frames=lambda number, error: None,
     )  # fmt: skip
-    DroneExecutor._add_last_answers(runner, run, 0.0)
+    DroneExecutor._add_last_answers(runner, run)
     returned = [unpack_returned(each) for each in sent]
     if not told:
         return 0, False, returned
@@ -324,18 +325,23 @@ def test_an_interrupt_between_two_calls_is_that_of_the_next_if_there_is_one(
         assert end_of(run) == (left - at + 1, True, [])
 
 
-def test_what_a_chunk_has_left_after_a_sigterm_is_given_back():
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_what_a_chunk_has_left_after_a_sigterm_is_given_back(at, stopped_clock):
+    """At once, although calls that take no time are marked many together."""
     sigterm = Sigterm()
 
-    def end_at_two(n):
-        sigterm.received = n == 2
+    def end_at(n):
+        if n == at:
+            sigterm(signal.SIGTERM, None)
         return n
 
     payload = pack_calls(ITEMS, False, [1, 2, 3, 4], is_whole=True)
-    opened = lambda fresh: end_at_two  # noqa: E731
-    run = ChunkRun(7, payload, opened, None, lambda *mark: None, bool, sigterm)
+    nothing = lambda *mark: None  # noqa: E731
+    run = ChunkRun(7, payload, lambda fresh: end_at, None, nothing, bool, sigterm)
+    sigterm.stop = run.stop
     run.run()
-    assert end_of(run) == (2, False, [[(7, 2)]])
+    assert not run.may_go_on()
+    assert end_of(run) == (at, False, [[(7, 4 - at)]] if at < 4 else [])
 
 
 def test_a_chunk_that_is_run_as_a_whole_gives_nothing_back():
@@ -345,23 +351,34 @@ def test_a_chunk_that_is_run_as_a_whole_gives_nothing_back():
         assert run.give_back() == given_back
 
 
-def test_a_chunk_that_slows_down_runs_what_is_left_one_by_one():
+@pytest.fixture
+def stopped_clock(monkeypatch):
+    """The time of a chunk's run, as a list that the test changes."""
+    now = [0.0]
+    monkeypatch.setattr(chunk_runs, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_chunk_that_slows_down_runs_what_is_left_one_by_one_at_first(stopped_clock):
     """The control thread slows it down in the middle of a call."""
-    marked, sent, rows = [], [], [*range(5 * MAX_RUNS)]
+    marked, sent, rows = [], [], [*range(300)]
 
     def slowed_at_100(n):
         if n == 100:
+            stopped_clock[0] += 1.0
             run.slow_down()
+            assert marked[-1] == (101, 1)
             sent.append(run.take_done())
         return n
 
     mark = lambda *mark: marked.append(mark)  # noqa: E731
     run = chunk_run(rows, ITEMS, lambda fresh: slowed_at_100, mark)
     run.run()
-    assert marked == [*((n, 5) for n in range(5, 106, 5)), (0, 0)] and run.may_go_on()
+    assert marked[:3] == [(1, 1), (3, 2), (7, 4)] and marked[-1] == (0, 0)
+    assert run.may_go_on()
     marked.clear()
     run.run()
-    assert marked[:2] == [(102, 1), (103, 1)]
+    assert marked[:2] == [(102, 1), (104, 2)]
     assert marked[-1] == (0, 0) and not run.may_go_on()
     sent.append(run.take_done())
     assert [each.first for each in sent] == [0, 100]
@@ -369,19 +386,28 @@ def test_a_chunk_that_slows_down_runs_what_is_left_one_by_one():
 
 
 @pytest.mark.parametrize("form", [ITEMS, ROWS])
-@pytest.mark.parametrize("count", [1, 3, 2 * MAX_RUNS - 1, 5 * MAX_RUNS])
-def test_each_call_of_a_chunk_is_marked_before_it_begins(form, count):
-    marked = [(0, 0)]
+@pytest.mark.parametrize("seconds", [0.0, 3e-5, 3e-4])
+@pytest.mark.parametrize("count", [1, 3, 300])
+def test_each_call_of_a_chunk_is_marked_before_it_begins(form, seconds, count, stopped_clock):
+    marked, begun = [], []
+
+    def called(n):
+        stopped_clock[0] += seconds
+        begun.append(n)
+        end, length = marked[-1]
+        assert end - length <= n < end  # it is one of those that may be running
+        return length
+
     rows = [*range(count)] if form == ITEMS else [(n,) for n in range(count)]
     mark = lambda *mark: marked.append(mark)  # noqa: E731
-    run = chunk_run(rows, form, lambda fresh: lambda n: marked[-1][0] - n, mark)
+    run = chunk_run(rows, form, lambda fresh: called, mark)
     run.run()
-    length = count // MAX_RUNS or 1
-    assert run.done == [length - n % length for n in range(count)]
-    assert marked[-1] == (0, 0) and {each for _, each in marked[1:-1]} == {length}
+    assert begun == [*range(count)] and marked[-1] == (0, 0)
+    longest = max(run.done)
+    assert longest == 1 if seconds > RUN_SECONDS else longest * seconds <= 2 * RUN_SECONDS
 
 
-def test_answers_are_kept_after_half_a_millisecond_and_sent_if_they_are_large():
+def test_answers_are_kept_after_half_a_millisecond_and_sent_if_they_are_large(stopped_clock):
     kept = []
 
     def keep(must_send):
@@ -389,16 +415,30 @@ def test_answers_are_kept_after_half_a_millisecond_and_sent_if_they_are_large():
 
     def slow_or_large(n):
         if n == 2:
-            time.sleep(0.001)
+            stopped_clock[0] += KEEP_SECONDS * 1.01
         return bytes(MAX_ANSWER_BYTES) if n == 5 else n
 
-    payload = pack_calls(ITEMS, False, [*range(8)])
-    run = ChunkRun(
-        7, payload, lambda fresh: slow_or_large, dumps, lambda *mark: None, keep, Sigterm()
-    )
+    payload, nothing = pack_calls(ITEMS, False, [*range(8)]), lambda *mark: None
+    run = ChunkRun(7, payload, lambda fresh: slow_or_large, dumps, nothing, keep, Sigterm())
     run.run()
-    assert kept[0] == (False, 3) or sum(count for _, count in kept) >= 6  # a machine may be slow
-    assert [sent for sent, _ in kept].count(True) == 1
+    assert kept == [(False, 3), (True, 3)]
+
+
+def test_the_time_of_a_long_call_goes_on_while_nothing_is_done(stopped_clock):
+    """The control thread looks at it again and again."""
+    parts = []
+
+    def long(n):
+        for _ in range(3):
+            stopped_clock[0] += 1.0
+            parts.append(run.take_done())
+        return n
+
+    run = chunk_run([1, 2], ITEMS, lambda fresh: long)
+    run.run()
+    parts.append(run.take_done())
+    times = [(part.started, part.finished) for part in parts if part.values]
+    assert times == [(0.0, 4.0), (4.0, 6.0)]
 
 
 @pytest.mark.parametrize("form", [ITEMS, ROWS])

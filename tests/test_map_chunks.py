@@ -37,7 +37,7 @@ from polycephaly.pool.chunk import Chunk
 from polycephaly.pool.dispatcher import Dispatcher
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import TaskOptions
-from polycephaly.pool.map import Ordered
+from polycephaly.pool.map import Ordered, Unordered
 from polycephaly.pool.map_source import Source
 from polycephaly.wire.map_chunks import ITEMS, answers_head, pack_answers, pack_calls
 from polycephaly.wire.messages import ANSWERS, pack_outcome, pack_outcomes, pack_returned
@@ -1050,6 +1050,76 @@ def test_with_retries_only_the_chunk_of_the_dead_is_run_again(paths):
                 range(again[0], 701)
             )  # what had begun of one chunk, no more
             os.unlink(paths[0])
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("chunksize", [None, 300])
+def test_after_the_error_of_a_death_no_call_of_the_chunk_begins(paths, ordered, chunksize):
+    known = functools.partial(die_slowly, paths[0], 20)
+    with poly.Pool(2, output="discard") as pool:
+        if chunksize is None:
+            make_known_as_short(pool, known)
+        results = pool.map(known, range(300), chunksize=chunksize, ordered=ordered)
+        with pytest.raises(poly.DroneDied):
+            list(results)
+        del results
+        assert_nothing_goes_on(pool, paths[0])
+        assert max(ran(paths[0])) < 299
+
+
+def test_a_chunk_that_is_divided_as_it_is_sent_is_given_in_full_if_unordered():
+    """Before the consumer has the chunk that it has just sent."""
+    reactor = FakeReactor()
+    dispatcher = dispatcher_of(reactor, 2)
+    source = Source(dispatcher, TaskOptions(), operator.neg, [range(40)], chunksize=40)
+    source.chunksize = None
+    source._definition.seconds = 1e-4
+    send_next, stream = source.send_next, Unordered(source, None, None, None)
+    answer = functools.partial(answer_chunk, dispatcher)
+
+    def send(max_calls):
+        chunk = send_next(40)
+        if chunk is not None:
+            reactor.turn()
+            handle_message(dispatcher, chunk.handle, pack_returned([(chunk.number, 30)]))
+            for _ in range(9):
+                reactor.turn()
+                for handle in dispatcher.handles:
+                    for task in [*handle.in_flight.values()]:
+                        answer(handle, task)
+            reactor.turn()
+        return chunk
+
+    source.send_next = send
+    stream.send_ahead()
+    given = []
+    while (taken := stream.take_next())[0]:
+        given += taken[1].answers.values
+    assert sorted(given) == [*range(40)]
+
+
+def answer_chunk(dispatcher, handle, chunk):
+    """All its calls, each with its item."""
+    values = [chunk.first_item + n for n in range(chunk.answered, chunk.count)]
+    answers = answers_head(chunk.answered, len(values), False)
+    answers += pack_answers(values, False, None, None)
+    outcome = pack_outcome(chunk.number, ANSWERS, 0.0, 0.001, answers, b"")
+    handle_message(dispatcher, handle, pack_outcomes([outcome]))
+
+
+def test_a_wait_for_results_goes_on_where_a_chunk_ends_and_the_next_is_not_done(monkeypatch):
+    reactor = FakeReactor()
+    dispatcher = dispatcher_of(reactor, 1)
+    [handle] = dispatcher.handles
+    monkeypatch.setattr(dispatcher, "note_waiting_thread", lambda: None)
+    source = Source(dispatcher, TaskOptions(), operator.neg, [range(20)], chunksize=10)
+    results = map_module.start_map(Ordered(source, None, None, None))
+    reactor.turn()
+    answer_chunk(dispatcher, handle, next(iter(handle.in_flight.values())))
+    reactor.turn()
+    assert results.wait(0.0) and list(results.take_batch()) == [*range(10)]
+    assert not results.wait(0.01)
+    results.close()
 
 
 @pytest.mark.parametrize("retries", [0, 1])

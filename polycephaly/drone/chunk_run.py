@@ -3,8 +3,8 @@
     calls ──main thread: popleft, call──> done ──> answers, part by part
       └──either thread: pop, from the end──> given back, if the controller recalls them
 
-Calls are marked in the status page before they begin, in *runs*: of a chunk of many short calls,
-some per cent are one run. After a run, if `KEEP_SECONDS` are over, the answers are put into the
+Calls are marked in the status page before they begin, in *runs* of some hundred microseconds, or of
+one longer call. After a run, if `KEEP_SECONDS` are over, the answers are put into the
 result buffer, from where they reach the controller even if the drone dies. They are sent when the
 chunk ends, or, while it goes on, when they are large or the last ones were sent `FLUSH_SECONDS`
 before. So that no result waits for a long call behind it, the control thread sends what is done if
@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from itertools import repeat
+from math import inf
 from pickle import loads
 from typing import Any, NamedTuple
 
@@ -47,8 +48,8 @@ from .sigterm import Sigterm
 
 MAX_ANSWER_BYTES = 256 * 1024
 """Bytes of answers after which they are sent."""
-MAX_RUNS = 64
-"""Runs of a chunk of more calls: to mark one, and look at the time, takes 0.5 µs."""
+RUN_SECONDS = 0.0001
+"""Time of calls that are marked together: to mark them, and look at the time, takes 0.5 µs."""
 KEEP_SECONDS = 0.0005
 """Time after which answers are to outlive the drone: a death costs no more calls than that."""
 FLUSH_SECONDS = 0.01
@@ -68,6 +69,8 @@ class Part(NamedTuple):
     """Whether some of the values are `Packed` or `Returned`."""
     started: float
     """When the first of these calls began."""
+    finished: float
+    """When the last one had ended."""
 
 
 class ChunkRun:
@@ -97,7 +100,8 @@ class ChunkRun:
         self._form, self._fresh, self._is_whole, rows = unpack_calls(payload)
         self.calls: deque[Any] = deque(rows)
         self._count = len(rows)  # of the calls that are not given back
-        self._run_length = self._count // MAX_RUNS or 1
+        self._run_length = 1
+        self._run_began = -inf
         self._open = open_function
         self._pack = pack
         self._detacher = Detacher(snapshot)
@@ -107,6 +111,7 @@ class ChunkRun:
         self._mark_calls = mark_calls
         self._keep = keep
         self._sigterm = sigterm
+        self._stopped: deque[Any] = deque()  # those that a SIGTERM has kept from beginning
         self._begun = 0  # calls that have begun, with all of the last run
         self._keep_at = self._started + KEEP_SECONDS
         self._bytes = 0  # of `done`
@@ -135,8 +140,14 @@ class ChunkRun:
         forked.exit_if_forked(self._generation)
         if self._sigterm.received:
             return False
-        if monotonic() > self._keep_at and self.done:
+        now = monotonic()
+        if now > self._keep_at and self.done:
             self._keep_done(False)
+        seconds, self._run_began = now - self._run_began, monotonic()
+        if seconds < RUN_SECONDS:
+            self._run_length *= 2
+        else:
+            self._run_length = int(self._run_length * RUN_SECONDS / seconds) or 1
         self._begun += self._run_length
         self._mark_calls(self._begun, self._run_length)
         return True
@@ -145,6 +156,8 @@ class ChunkRun:
         forked.exit_if_forked(self._generation)
         self._keep(must_send)
         self._keep_at = monotonic() + KEEP_SECONDS
+        if must_send:
+            self._ways.update(_WAYS)  # some are for containers for which there was no room
 
     def _run_items(self, function: Callable[..., Any]) -> None:
         next_item, add_small, small = self.calls.popleft, self.done.append, SMALL_TYPES
@@ -166,8 +179,11 @@ class ChunkRun:
                 ):
                     self._bytes += len(value)
                     add_small(value)
-                elif ways.get(kind, add_other)(self, value):
-                    self._keep_done(True)
+                else:
+                    must_send = ways.get(kind, add_other)(self, value)
+                    del value
+                    if must_send:
+                        self._keep_done(True)
 
     def _run_pickled(self, function: Callable[..., Any]) -> None:
         take, done = self.calls.popleft, self.done
@@ -293,15 +309,22 @@ class ChunkRun:
         self.done.append(Packed(packed))
         return self._bytes > MAX_ANSWER_BYTES
 
+    def stop(self) -> None:
+        """Let no more calls begin. Called by a signal's handler, in the main thread."""
+        with suppress(IndexError):
+            while True:
+                self._stopped.appendleft(self.calls.pop())
+
     # -- either thread, holding `socket_lock` ------------------------------------------------------
 
     def take_done(self) -> Part:
         """Take the answers that were not sent yet."""
-        count = len(self.done)  # the main thread may add some meanwhile
-        part = Part(self.answered, self.done[:count], self._packed, self._started)
-        del self.done[:count]
-        self.answered += count
-        self._bytes, self._started = 0, monotonic()
+        count, now = len(self.done), monotonic()  # the main thread may add some meanwhile
+        part = Part(self.answered, self.done[:count], self._packed, self._started, now)
+        if count:
+            del self.done[:count]
+            self.answered += count
+            self._bytes, self._started = 0, now
         return part
 
     def give_back(self, *, even_if_whole: bool = False) -> int:
@@ -310,15 +333,17 @@ class ChunkRun:
         """
         if self._is_whole and not even_if_whole:
             return 0
-        given = len(_drain(self.calls))
+        given = len(_drain(self.calls)) + len(self._stopped)
+        self._stopped.clear()
         self._count -= given
         return given
 
     def slow_down(self) -> None:
-        """Have the main thread run the calls that it has not begun one by one."""
+        """Have the main thread run the calls that it has not begun one by one at first."""
         if self._run_length > 1:
             rest = _drain(self.calls)
             self._run_length, self.calls = 1, rest
+            self._mark_calls(self._count - len(rest), 1)
 
     def may_go_on(self) -> bool:
         """Return whether the main thread, which has left its loop, has more calls to run."""
@@ -331,7 +356,7 @@ class ChunkRun:
         The error may have come between two calls, as an interrupt does, or when the function was
         unpickled. Then it belongs to the next call, or is dropped if there is none.
         """
-        begun = self._count - len(self.calls)
+        begun = self._count - len(self.calls) - len(self._stopped)
         if begun == self.answered + len(self.done):
             try:
                 self.calls.popleft()

@@ -299,6 +299,7 @@ class DroneExecutor:
 
     def _run_chunk(self, task: ReceivedTask) -> None:
         outcomes, definition, number = self._outcomes, task.definition, task.number
+        self._status_page.mark_calls(0, 0)  # an interrupt may have left those of another chunk
         self._status_page.mark_started(number)
         cpu_start = 0.0 if definition.brief else self._cpu_time()
         started = monotonic()
@@ -316,6 +317,7 @@ class DroneExecutor:
                     self._sigterm,
                     self._snapshot,
                 )
+                self._sigterm.stop = run.stop
                 while True:
                     run.run()
                     self._current = 0  # no interrupt hits what holds the lock
@@ -326,6 +328,7 @@ class DroneExecutor:
                     self._raise_if_interrupted(number)
             finally:
                 self._current = 0
+                self._sigterm.stop = None
         except BaseException as error:
             self._current = 0
             if self._chunk is None:  # its calls could not be unpickled
@@ -341,10 +344,10 @@ class DroneExecutor:
         if not (brief or definition.brief or self._chunk.answered):
             outcomes.add_processor_time(number, self._cpu_time() - cpu_start)
         definition.brief = brief
-        kept = self._add_last_answers(self._chunk, finished)
+        kept = self._add_last_answers(self._chunk)
         self._end_task(number, kept, finished - self._last_flush > CHUNK_FLUSH_SECONDS)
 
-    def _add_last_answers(self, run: ChunkRun, finished: float) -> bool:
+    def _add_last_answers(self, run: ChunkRun) -> bool:
         """Add the answers of a chunk that were not sent yet, and give back what is not run after a
         SIGTERM. Return what `ResultBuffer.add` does.
         """
@@ -364,7 +367,7 @@ class DroneExecutor:
         if not part.values and error is None:  # the last ones were sent, or none was run
             return True
         head, answers = self._pack_answers(part, error)
-        return self._outcomes.add(run.number, ANSWERS, part.started, finished, answers, head)
+        return self._outcomes.add(run.number, ANSWERS, part.started, part.finished, answers, head)
 
     def _pack_answers(self, part: Part, error: bytes | None) -> tuple[bytes, bytes | Serialized]:
         failed = error is not None
@@ -380,18 +383,22 @@ class DroneExecutor:
         assert run is not None
         self._current = 0
         with self.socket_lock:  # so that the control thread does not send what comes later before
-            part, now, kept = run.take_done(), monotonic(), True
+            part, kept = run.take_done(), True
             if part.values:  # else the control thread has just sent them
                 head, answers = self._pack_answers(part, None)
-                kept = self._outcomes.add(run.number, ANSWERS, part.started, now, answers, head)
-        if must_send or not kept or now - self._last_flush > FLUSH_SECONDS:
+                kept = self._outcomes.add(
+                    run.number, ANSWERS, part.started, part.finished, answers, head
+                )
+        if must_send or not kept or part.finished - self._last_flush > FLUSH_SECONDS:
             self._flush()
             self._receive(wait=False)
         self._current = run.number
         self._raise_if_interrupted(run.number)
 
     def _raise_if_interrupted(self, number: int) -> None:
-        if number in self._pending_interrupts:
+        # The second: its signal came between two calls of the chunk with that number.
+        if number in self._pending_interrupts or number == self._interrupt_target:
+            self._interrupt_target = 0
             raise KeyboardInterrupt("interrupted by the controller")
 
     def _send_outcomes(self) -> None:
@@ -413,7 +420,7 @@ class DroneExecutor:
                 # Before the answers, which may contain these handles.
                 kept_values = self._outcomes.kept_value_entries(run.number)
                 entry, large = self._outcomes.entry(
-                    run.number, ANSWERS, part.started, monotonic(), answers, head
+                    run.number, ANSWERS, part.started, part.finished, answers, head
                 )
                 self._send(pack_outcomes([*kept_values, entry], large))
 
@@ -581,6 +588,10 @@ class DroneExecutor:
         run = self._chunk
         if run is not None and not current and 0 in targets:  # between two of its calls
             self._pending_interrupts.add(run.number)
+        if run is not None and run.number in targets:
+            rest = run.give_back(even_if_whole=True)
+            if rest:
+                self._send(pack_returned([(run.number, rest)]))
         if current and (current in targets or 0 in targets):
             self._pending_interrupts.discard(current)
             self._interrupt_target = current

@@ -2,8 +2,8 @@
 
 A service manager sends SIGTERM to all processes of a service at once, and the running calls are to
 be finished. So a drone has a handler for this signal from its beginning. The handler only takes a
-note: code of users may set a handler of its own, and one that ignores the signal would be inherited
-by the programs that a task starts.
+note, and takes away what was not begun of a chunk: code of users may set a handler of its own, and
+one that ignores the signal would be inherited by the programs that a task starts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class Sigterm:
 
     def __init__(self) -> None:
         self.received = False
+        self.stop: Callable[[], object] | None = None
+        """Called by the handler first: leaves no call to begin of what the main thread runs."""
         self.wake: Callable[[], object] | None = None
         """Called by the handler, wherever the main thread is: wakes that thread if it waits."""
         self._forking: set[int] = set()
@@ -30,6 +32,8 @@ class Sigterm:
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         self.received = True
+        if self.stop is not None:
+            self.stop()
         if self.wake is not None:
             self.wake()
 
@@ -73,7 +77,7 @@ class Sigterm:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def after_fork_in_child(self) -> None:
-        self.received, self.wake = False, None
+        self.received, self.stop, self.wake = False, None, None
         if self._is_installed():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.after_fork()

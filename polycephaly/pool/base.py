@@ -619,8 +619,9 @@ class ExecutorBase(TaskTarget, Executor):
             one are sent one by one in any case, as is a call with a promise, a kept value or an end
             of a channel among its arguments.
         buffersize
-            Maximum number of calls in flight; with `chunksize`, of chunks, as in the standard
-            library. None: as many as keep the drones busy; 2,048 for a served pool.
+            Maximum number of calls in flight; of chunks, as in the standard library, if calls are
+            sent in chunks of `chunksize`. None: as many as keep the drones busy; 2,048 for a served
+            pool.
         ordered
             If False, results are given in the order in which they arrive.
         progress

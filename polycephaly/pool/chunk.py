@@ -95,7 +95,9 @@ class Chunk(Task):
             begun, run_length = unpack_calls_begun(drone.status_page.call)
             if run_length == 1 and begun <= self.count:
                 return self.first_item + begun - 1, 1
-        return super().items
+        if self.lost_call is not None:
+            return self.first_item + self.lost_call, 1
+        return self.first_item + self.answered, self.calls_left
 
     def item_args(self, index: int) -> Sequence[Any]:
         args: Sequence[Any] = ()

@@ -53,13 +53,12 @@ def _under_way(dispatcher: Dispatcher, now: float) -> Iterator[Span]:
             sending = task.sending
             if sending is None:  # just being returned
                 continue
-            name, calls = short_name(task.definition.label), task.count
+            name, calls = short_name(task.definition.label), task.calls_left
             span = Span(name, handle.name, None, None, task.queued, sending.at, None, SENT, calls)
             if handle.is_running(task.number):
                 started = sending.at
                 if not task.definition.overlaps:
                     started = min(now, max(started, before.get(handle.name, 0.0)))
-                span = span._replace(
-                    started=started, finished=now, status=RUNNING, item=task.first_item
-                )
+                item, _ = task.items
+                span = span._replace(started=started, finished=now, status=RUNNING, item=item)
             yield span

@@ -245,6 +245,7 @@ class DroneRecord:
         rest: Chunk | None = None
         calls_begun, run_length = unpack_calls_begun(call)
         if isinstance(running, Chunk) and running.answered < calls_begun:
+            calls_begun = min(calls_begun, running.count)  # it may have found that none was left
             if run_length == 1:
                 running.lost_call = calls_begun - running.answered - 1
             if calls_begun < running.count:

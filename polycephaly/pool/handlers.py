@@ -122,9 +122,6 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
                     if part is not None:
                         parts.append(part)
                         answered += part.calls
-                        dispatcher.record.add_answer(
-                            handle.name, part.chunk, part.times, part.calls, item=part.item
-                        )
                     continue
                 status, payload = status & ~SHARED, handle.ref_table.receive(payload)
             task = handle.remove_in_flight(number)
@@ -163,6 +160,7 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
         if timed is not None:
             timed.record_duration(seconds, calls)
         dispatcher.record.add_answers(handle.name, settled)
+        _record_parts(dispatcher, handle, parts)
     finally:  # tasks that have left flight are settled even if the rest of the message fails
         if answered:
             handle.count_done(answered)
@@ -295,10 +293,34 @@ def _receive_part(
     offset = handle.clock_offset
     times = Answer(started - offset, finished - offset, received, sent, len(payload))
     chunk.definition.record_duration(finished - started, count)
-    objects, chunk.answer_objects = chunk.answer_objects, None
     is_last = handle.note_answers(chunk, count, failed)
     item = chunk.first_item + first
-    return _ReceivedPart(chunk, item, count, payload, times, objects, is_last)
+    # The objects stay with the chunk, too: their report may have come with an earlier part.
+    return _ReceivedPart(chunk, item, count, payload, times, chunk.answer_objects, is_last)
+
+
+def _record_parts(
+    dispatcher: Dispatcher, handle: DroneHandle, parts: Iterable[_ReceivedPart]
+) -> None:
+    """Record the parts of chunks, those of several calls that follow each other as one."""
+    joined: list[_ReceivedPart] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if last is not None and last.chunk is part.chunk and min(last.calls, part.calls) > 1:
+            times = Answer(
+                last.times.started,
+                part.times.finished,
+                part.times.received,
+                last.times.bytes_sent + part.times.bytes_sent,
+                last.times.bytes_received + part.times.bytes_received,
+            )
+            joined[-1] = last._replace(calls=last.calls + part.calls, times=times)
+        else:
+            joined.append(part)
+    for part in joined:
+        dispatcher.record.add_answer(
+            handle.name, part.chunk, part.times, part.calls, item=part.item
+        )
 
 
 def _check_returned(handle: DroneHandle, returned: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -352,6 +374,8 @@ def _give(parts: Iterable[_ReceivedPart]) -> None:
                 failure.add_note(f"while unpickling results of {chunk.definition.label}")
         if is_last or failure is not None:
             settle_promise(chunk.promise, None, failure)
+        if failure is not None and not is_last:  # the drone is to run no more of it
+            chunk.dispatcher.post(chunk.dispatcher.withdraw, chunk)
 
 
 def _settle_in_opener(task: Task, owner: TaskRunner) -> None:

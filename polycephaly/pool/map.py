@@ -115,11 +115,13 @@ class Results(chain[T]):
         """Wait until `take_batch` would not block, or `timeout` seconds have passed; return whether
         it would not. For a consumer that reads by `take_batch` alone.
         """
+        until = monotonic() + timeout
         self._stream.send_ahead()
-        promise = self._stream.next_promise()
-        if promise is not None:
-            futures.wait([promise], timeout)
-        return promise is None or promise.done()
+        while (promise := self._stream.next_promise()) is not None:
+            futures.wait([promise], max(0.0, until - monotonic()))
+            if not promise.done():
+                return False
+        return True
 
     def take_batch(self) -> Iterable[T] | None:
         """Return the next results, which came together; None after the last."""
@@ -330,7 +332,7 @@ class Ordered:
         # Errors of calls are given in the places of their results.
         self.return_exceptions = return_exceptions
         if return_exceptions:
-            source.one_by_one = True  # a chunk ends with its first error
+            source.one_by_one, source.chunksize = True, None  # a chunk ends with its first error
         # The thread that ends the pool may send while another begins to read.
         self._lock = Lock()
         self._buffersize = buffersize
@@ -357,7 +359,7 @@ class Ordered:
     def _send_ahead(self) -> None:
         if self._closed or self.source.is_at_end():
             return
-        chunksize = self.source.chunksize
+        chunksize = self.source.chunksize if self.source.best_size() > 1 else None
         if self._buffersize is None:
             max_calls = self.source.calls_ahead()
         else:
@@ -458,7 +460,16 @@ class Ordered:
         return self._tasks[0] if self._tasks else None
 
     def _forget(self, task: Task) -> None:
+        if isinstance(task, Chunk):  # lost: its rests are to be cancelled with all others
+            self._insert_rests(task)
         self._tasks.popleft()
+
+    def _insert_rests(self, chunk: Chunk) -> None:
+        """Insert the rests of the first chunk, before that is removed, so that a Ctrl-C in between
+        finds them.
+        """
+        for each in reversed(chunk.rests):
+            self._tasks.insert(1, each)
 
     def _taken_part(self, task: Chunk) -> Taken:
         part = task.parts.popleft()
@@ -491,9 +502,7 @@ class Ordered:
             arrival = task.next_arrival()
             if arrival is not None or not task.is_read():
                 return arrival
-            # Inserted before the chunk is removed, so that a Ctrl-C in between finds them.
-            for each in reversed(task.rests):
-                self._tasks.insert(1, each)
+            self._insert_rests(task)
             self._tasks.popleft()
         return None
 
@@ -602,6 +611,7 @@ class Unordered(Ordered):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.source.notify = self._on_arrival
         self._arrived: deque[Task] = deque()
         self._next_arrival: Promise[None] = Promise()
 
@@ -624,6 +634,8 @@ class Unordered(Ordered):
 
     def _forget(self, task: Task) -> None:
         self._arrived.popleft()
+        if isinstance(task, Chunk):
+            self._tasks += task.rests
         with suppress(ValueError):  # a rest of a chunk that was not taken in full
             self._tasks.remove(task)
 
@@ -652,13 +664,10 @@ class Unordered(Ordered):
 
     def _add(self, task: Task) -> None:
         super()._add(task)
-        if isinstance(task, Chunk):
-            task.notify = self._on_arrival
-            if _has_result(task):  # perhaps before `notify` was there
-                for _ in range(1 + len(task.parts)):
-                    self._on_arrival(task)
-        else:
+        if not isinstance(task, Chunk):
             when_settled(task.promise, partial(self._on_arrival, task))
+        elif task.is_read():  # and was, when it was not among `_tasks` yet
+            self._on_arrival(task)
 
     def _on_arrival(self, task: Task, _: object = None) -> None:
         if self._closed:

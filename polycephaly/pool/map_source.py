@@ -112,6 +112,8 @@ class Source:
         chunksize: int | None = None,
     ) -> None:
         self.chunksize = chunksize  # None: as the times of the calls suggest
+        # Called for each chunk of which something has arrived.
+        self.notify: Callable[[Chunk], None] | None = None
         self.error: Exception | None = None
         self.dispatcher = dispatcher
         self._task_options = task_options
@@ -159,6 +161,8 @@ class Source:
             or not isinstance(task_options.retries, int)
             or bool(task_options.resources)  # which each call holds only while it runs
         )
+        if self.one_by_one:
+            self.chunksize = None
         self._define()
 
     def _define(self) -> None:
@@ -567,4 +571,5 @@ class Source:
         return chunk
 
     def submit_chunk(self, chunk: Chunk) -> None:
+        chunk.notify = self.notify
         self.dispatcher.submit_task(chunk)

@@ -301,8 +301,8 @@ class PoolState:
             self.assignment.note_recalled(drone)
 
     def recalled(self, drone: DroneRecord, returned: Iterable[tuple[int, int]], now: float) -> None:
-        """Queue again what a drone has given back: the numbers of tasks, each with how many calls
-        of a chunk that it has begun; 0 for a task that it has not begun.
+        """Queue again what a drone has given back: tasks by their numbers, each with how many calls
+        of a chunk it has not begun, from the end; 0 for a task of which it has begun nothing.
         """
         self.assignment.note_recalled(drone)
         tasks: list[Task] = []

@@ -222,6 +222,7 @@ class ResumedSource(Source):
     def _settled(self, found: list[Found]) -> Task:
         chunk = self.latest_task = Chunk(self.dispatcher, self._definition, b"", len(found))
         chunk.first_item, self.item = self.item, self.item + len(found)
+        chunk.notify = self.notify
         chunk.give(Part(chunk.first_item, _FoundAnswers(found), None))
         fulfill(chunk.promise)
         return chunk
@@ -295,7 +296,8 @@ class ResumedSource(Source):
             with suppress(Exception):  # which the consumer meets again
                 answers.values[:] = list(answers)
         done = list(answers.values)
-        keys = [self._awaited.pop(item) for item in range(part.item, part.item + part.calls)]
+        items = range(part.item, part.item + part.calls)
+        keys = [self._awaited.pop(item) for item in items]
         size = sum(map(len, done))
         self._run.put(partial(_ended_part, chunk, part.item, keys, done, answers.error), size)
 

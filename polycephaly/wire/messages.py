@@ -12,7 +12,7 @@ RESULTS   drone ->   a batch of outcomes
 CANCEL    -> drone   numbers: withdraw these, or interrupt the running one (0: any that runs)
 RECALL    -> drone   give back the tasks that have not started
 RETURNED  drone ->   two numbers for each task that will not start here: its own, and how many calls
-                     of a chunk, from its end, will not (0: none was started)
+                     of a chunk, from its end, will not (0: nothing of the task was started)
 FRAMES    both ways  numbers (request,); reply: the request, JSON: where threads and tasks are
 PROFILE   both ways  numbers (request, hertz): sample so often; 0: end, and reply as for FRAMES
 STOP      -> drone   finish the tasks received, then end
