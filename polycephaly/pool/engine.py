@@ -60,7 +60,9 @@ class Engine:
         """Prepare for `size` drones at a time."""
 
     def start(self, number: int, name: str, index: int) -> DroneHandle | None:
-        """Start the drone with this index. None if that failed, which has then been reported."""
+        """Start the drone with this index. None if that failed, which the engine reports later, by
+        a post of the supervisor's `on_start_error`.
+        """
         raise NotImplementedError
 
     def reclaim(self, handle: DroneHandle) -> None:

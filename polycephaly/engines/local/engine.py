@@ -226,7 +226,8 @@ class LocalEngine(Engine):
         except Exception as error:
             handle.close()
             if not isinstance(error, (BrokenPipeError, ConnectionResetError)):
-                self._supervisor.on_start_error(name_limit(error))
+                # Later: this is in the middle of the event that needs the drone.
+                self._dispatcher.post(self._supervisor.on_start_error, name_limit(error))
             return None  # if the zygote is gone, `_read_reports` handles the loss
         finally:
             for fd in ends:

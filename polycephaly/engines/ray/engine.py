@@ -132,7 +132,7 @@ class RayEngine(Engine):
                 spawn_request, self._ref
             )
         except Exception as error:
-            self._supervisor.on_start_error(error)
+            self.dispatcher.post(self._supervisor.on_start_error, error)
             return None
         handle = RayHandle(self, number, name, actor)
         self.when_done(
