@@ -201,7 +201,7 @@ def test_a_task_for_one_drone_that_comes_as_the_inbox_is_emptied_is_that_drones(
             super().append(task)
 
     submitted(dispatcher, brief, 1, task_options=TaskOptions(priority=1))
-    dispatcher.inbound = Inbox(dispatcher.inbound)
+    dispatcher.inbound = dispatcher.state.inbound = Inbox(dispatcher.inbound)
     late = submitted(dispatcher, brief, 2, target=one)
     reactor.turn()
     assert [*one.dedicated] == [late]

@@ -1,35 +1,57 @@
-"""What becomes of the tasks of a pool, and which drone gets which (pool/pool_state.py,
-pool/assignment.py), in any order of events, without a process, a thread, a clock or a promise.
+"""What becomes of the tasks of a pool, which drone gets which, and which drones there are
+(pool/pool_state.py, pool/assignment.py, pool/population.py), in any order of events, without a
+process, a thread, a clock or a promise.
 
-    seed ──> Walk.step ──> submits, cancels, answers, errors, recalls, deaths, leases, closes, ...
+    seed ──> Walk.step ──> submits, cancels, answers, errors, recalls, deaths, leases, closes,
+                 │         starts, failed starts, resizes, refreshes, ...
                  ├──> actions, carried out some time later, as the loop's deliveries are
                  └──> assign, validate, and `Walk.check`: a second, small model
 
 The model knows what was submitted, what has begun and how often, and what must settle: each task
 settles once; nothing that had begun runs again without retries, or before its delay is over;
-nothing that had not begun is lost, unless its drone or the pool has gone; everything ends.
+nothing that had not begun is lost, unless its drone or the pool has gone; everything ends. There
+are as many drones as wanted, unless one could not be started a moment ago, or there is no room; one
+that retires stops when its last task has gone; a pool breaks for its reasons only; one that is
+closed ends when nothing is left, and starts no drone after that.
 
 Each fault of `FAULTS` is planted by hand, and found."""
 
+import errno
 import random
 import weakref
-from collections import Counter
+from collections import Counter, deque
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from polycephaly.errors import DroneDied
 from polycephaly.pool import assignment as assignments
-from polycephaly.pool import leases, pool_state
+from polycephaly.pool import leases, pool_state, population
 from polycephaly.pool.assignment import Assignment
 from polycephaly.pool.drone_record import DroneRecord
 from polycephaly.pool.interfaces import State
 from polycephaly.pool.limits import Interrupt, Kill, Limits, Look, LookAt, TimeOut
-from polycephaly.pool.pool_state import Cancel, Fail, PoolState, Recall, Refuse, Restarted, SetTimer
+from polycephaly.pool.pool_state import Broken, Cancel, Fail, PoolState, Refuse, Restarted, SetTimer
+from polycephaly.pool.population import (
+    MAX_FAILED_STARTS,
+    START_RETRY_SECONDS,
+    STOP_GRACE_SECONDS,
+    Close,
+    Complete,
+    Death,
+    EndPool,
+    Evacuate,
+    Population,
+    Recall,
+    Start,
+    Stop,
+)
 from polycephaly.pool.queues import insert_in_order
 from polycephaly.pool.resources import Resources
-from polycephaly.pool.task_state import ENDING, INBOUND, QUEUED
+from polycephaly.pool.task_state import DELAYED, ENDING, INBOUND, QUEUED, WAITING
 from polycephaly.promises.promise import FINISHED, PENDING
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.placeholders import PayloadWithRefs
@@ -37,6 +59,12 @@ from polycephaly.wire.placeholders import PayloadWithRefs
 EVENTS = 20
 SIZES = (("db", 2), ("gpu", 1))
 DELAY = 0.5
+FEW = 4  # in place of MAX_KILLED_STARTS
+
+
+@pytest.fixture(autouse=True)
+def few_tries(monkeypatch):
+    monkeypatch.setattr(population, "MAX_KILLED_STARTS", FEW)
 
 
 class Settled:
@@ -84,23 +112,36 @@ def function(seconds=None, overlaps=False):
     return SimpleNamespace(seconds=seconds, overlaps=overlaps, captures=False, label="a call")
 
 
+def config_of(size, on_death="replace", max_tasks=None):
+    name = "pool.{}".format
+    return SimpleNamespace(size=size, on_death=on_death, max_tasks=max_tasks, drone_name=name)
+
+
 class Walk:
     """One interleaving. `choose(n)` gives a number below n."""
 
     def __init__(self, choose):
         self.choose = choose
         self.width, self.max_tasks = 1 + self.choose(3), [None, None, 3][self.choose(3)]
+        self.size, self.on_death = 1 + self.choose(3), "replace"
+        if not self.choose(6):
+            self.on_death = "break"
+        elif not self.choose(8):  # a lone drone
+            self.size, self.max_tasks, self.on_death = 1, None, "end"
         self.assignment = Assignment(self.width, self.max_tasks, SIZES)
         self.assignment.runs_one_at_a_time = not self.choose(6)
         self.assignment.prepare = None  # no task takes kept values
         self.new, self.actions = [], []  # those that are not noted yet, and not carried out
-        self.state = PoolState(self.assignment, self.new.append)
+        self.unsettled = {}  # in the order of their calls
+        config = config_of(self.size, self.on_death, self.max_tasks)
+        self.state = PoolState(config, self.assignment, deque(), self.unsettled, self.do)
+        self.population = self.state.population
+        self.population.can_start = self.can_start
         self.functions = [function(1e-4), function(tuning.batch_seconds), function()]
         self.functions += [function(1e-5, overlaps=True)] * (self.width > 1)
         self.numbers = iter(range(1, 10_000))
         self.now = 0.0
         self.timer = None
-        self.unsettled = {}  # in the order of their calls
         self.queued = {}  # those that were submitted and are not with a drone, in that order
         self.sent = {}  # the drone of each other task
         self.leased = []  # those that another process has
@@ -116,47 +157,81 @@ class Walk:
         self.is_cancelled = False  # nothing runs again
         self.places = {}  # of tasks that were returned: with which others, and where among them
         self.was_returned, self.was_moved = set(), set()
-        for _ in range(1 + self.choose(3)):
-            self.start()
+        self.room = 2 * self.size  # drones that may be there at a time
+        self.reports = []  # of drones that could not be started
+        self.excused_until = 0.0  # as many drones as wanted need not be there
+        self.is_calm = False  # nothing fails any more
+        self.was_complete = self.is_refreshing = self.has_begun = False
+        self.bad_starts = self.too_large_in_a_row = 0
+        self.terminated = self.calls_done = self.calls_before = 0
+        self.was_ready, self.unprepared, self.stopped = set(), set(), {}
+        self.is_broken = self.has_ended = False
+        self.population.start_missing()
+        if self.choose(4):
+            self.is_calm = True
+            self.bring_up_all()
+            self.is_calm = False
 
     def run(self):
         for _ in range(EVENTS):
             self.step()
+        self.is_calm = True
         for _ in range(1000):  # one that ignores its interrupt takes ten
-            if not self.unsettled and not self.sent and not self.actions:
+            if not (self.unsettled or self.sent or self.actions or self.state.closing):
+                self.state.close(set(), cancel=False, cancel_running=False)
+            if self.has_ended and not self.unsettled:
+                self.outlive()
                 return
             self.go_on()
             self.assign()
             self.carry_out(len(self.actions))
         waiting = {task.number: task.state.name for task in self.unsettled}
-        raise AssertionError(f"{waiting} never end")
+        drones = {drone.name: drone.state.name for drone in self.assignment.drones}
+        raise AssertionError(f"{waiting} and {drones} never end")
+
+    def outlive(self):
+        """What comes after the end changes nothing."""
+        self.population.ended()
+        self.population.resize(self.size + 1, self.now)
+        self.now += 2 * STOP_GRACE_SECONDS
+        self.state.due(self.now)
+        self.note_actions()
 
     def go_on(self):
         """Each drone does its part: everything ends."""
         self.note_actions()
-        self.now += DELAY
+        self.now += DELAY if self.unsettled else STOP_GRACE_SECONDS
+        self.take_reports()
         self.look_at_timer()
         while self.leased:
             self.end_lease()
+        while self.state.awaiting_inputs:
+            self.find_inputs()
         while self.recalled:
             self.recall()
         for drone in [*self.assignment.drones]:
             drone.note_response(None)
-            retires = drone.state is State.RETIRING and not drone.in_flight
-            if drone.is_killed or (retires and not self.assignment.tasks_of(drone)):
+            ignores_stop = drone.number % 3 == 0
+            if drone.is_killed or (drone.state is State.STOPPING and not ignores_stop):
                 self.die(drone)
         self.debugged.clear()
-        if not (self.taking() or self.state.abandoned):
-            self.start()
+        self.bring_up_all()
+        for drone in [*self.assignment.drones]:
+            self.pack(drone)
         self.answer()
 
     def step(self):
         self.now += self.choose(3) / 100
+        self.take_reports()
         self.look_at_timer()
+        for drone in [*self.assignment.drones]:
+            if drone.state < State.READY and self.choose(3):
+                self.bring_up(drone)
         acts = [self.submit] * 10 + [self.answer] * 10 + [self.cancel, self.recall, self.die] * 2
-        acts += [self.start, self.pause, self.kill, self.retire, self.die] * 2
+        acts += [self.pause, self.kill, self.retire, self.die] * 2
         acts += [self.debug, self.lease, self.end_lease, self.end]
-        acts += [self.hang] * 2 + [self.wait] * 4
+        acts += [self.hang, self.resize, self.refresh] * 2 + [self.wait] * 4
+        acts += [self.find_inputs] * 2 + [self.pack, self.exceed_memory, self.keep_memory]
         acts[self.choose(len(acts))]()
         self.assign()
         self.carry_out(self.choose(1 + len(self.actions)))
@@ -185,7 +260,8 @@ class Walk:
                     self.earliest[task] = self.now + DELAY
                     self.move(task)
                 case Recall(drone):
-                    assert drone not in self.recalled
+                    # One that retires is told although it may have been told already.
+                    assert drone not in self.recalled or drone.state is not State.READY
                     self.recalled.append(drone)
                 case Interrupt(drone, task):
                     assert task in self.sent and self.sent[task] is drone
@@ -195,18 +271,59 @@ class Walk:
                     assert self.now >= task.sending.at + task.timeout and task.timed_out
                     self.timed_out.add(task)
                     self.actions.append(action)
-                case Kill(drone):
-                    self.check_kill(drone)
-                    drone.note_kill("")
+                case Kill(drone, reason):
+                    self.check_kill(drone, reason)
+                    if drone.alive:
+                        drone.note_kill(reason)
+                case Stop(drone):
+                    assert drone.state >= State.STOPPING and drone not in self.stopped
+                    own = self.waiting_for(drone)
+                    assert drone in self.unprepared or not (own or drone.in_flight or drone.packing)
+                    self.stopped[drone] = self.now
+                case Complete():
+                    assert all(drone.pid for drone in self.assignment.drones)
+                    self.was_complete, self.is_refreshing = True, False
+                case Close():
+                    assert self.on_death == "end" and self.state.closing
+                case Broken():
+                    self.note_broken(new)
+                case EndPool():
+                    assert self.state.closing and not (self.assignment.drones or self.has_ended)
+                    assert self.state.abandoned or not (self.unsettled or self.sent)
+                    self.has_ended = True
                 case Look() | LookAt():
                     self.looks.append(action)
                 case Fail() | Refuse() | Cancel():
                     self.actions.append(action)
 
+    def note_broken(self, new):
+        """All tasks are rejected. Of what had begun, it is not known how far it was."""
+        for task in self.sent:
+            self.begins(task)
+        self.sent.clear()
+        self.interrupted.clear()
+        self.is_cancelled = True
+        named = {action.task for action in [*self.actions, *new] if hasattr(action, "task")}
+        assert named.issuperset(self.unsettled), "a task is forgotten"
+
+    def do(self, action):
+        """Carry out at once what an event needs at once; note the rest."""
+        match action:
+            case Start(number, name, index):
+                self.start(number, name, index)
+            case Evacuate(drone):
+                self.move(*drone.preferred)
+                if not self.choose(4):
+                    drone.packing.add(7)
+            case _:
+                self.new.append(action)
+
     def carry_out(self, count):
         self.note_actions()
         for action in self.actions[:count]:
             task = action.task
+            if isinstance(action, Refuse) and task.target is not None:
+                self.population.stop_if_retired(task.target, self.now)
             if not task.promise.done():
                 if isinstance(action, Cancel):
                     self.cancel_one(task)
@@ -255,13 +372,82 @@ class Walk:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def start(self):
-        if not self.state.abandoned:
-            number = next(self.numbers)
-            drone = DroneRecord(self.assignment, number, f"pool.{number}")
-            drone.closed_error = lambda: LookupError(drone.name)
-            self.assignment.add(drone)
-            drone.become(State.READY)
+    def can_start(self):
+        return sum(drone.alive for drone in self.assignment.drones) < self.room
+
+    def start(self, number, name, index):
+        """The engine starts a drone, or cannot."""
+        current = self.population.current()
+        assert not (self.has_ended or self.state.abandoned) and self.can_start()
+        assert len(current) < self.size
+        assert not self.state.closing or self.unsettled or self.sent, f"{name} is of no use"
+        assert self.on_death != "end" or not self.has_begun, f"{name} is another lone one"
+        assert name not in {each.name for each in current} and name == f"pool.{index}"
+        if not (self.is_calm or self.choose(12)):
+            self.reports.append(self.start_error())
+            return
+        drone = DroneRecord(self.assignment, number, name)
+        drone.closed_error = lambda: LookupError(drone.name)
+        self.assignment.add(drone)
+
+    def start_error(self):
+        return OSError([errno.EAGAIN, errno.EPERM][self.choose(3) // 2], "it cannot be started")
+
+    def take_reports(self):
+        while self.reports:
+            self.fail_to_start(self.reports.pop(0))
+
+    def fail_to_start(self, error):
+        may_retry = any(drone.state is State.READY for drone in self.assignment.drones)
+        if not may_retry and error.errno == errno.EAGAIN:
+            self.bad_starts += 1
+            may_retry = self.bad_starts < MAX_FAILED_STARTS
+        self.excused_until = self.now + START_RETRY_SECONDS
+        self.population.start_failed(error, BrokenPipeError("no drone"), self.now)
+        self.breaks_if(not (may_retry and self.was_complete))
+
+    def breaks_if(self, is_reason):
+        """By the event that was just over."""
+        self.is_broken = self.is_broken or is_reason
+        self.note_actions()
+        self.note_queued()
+        assert (self.state.broken is not None) == self.is_broken
+
+    def bring_up_all(self):
+        for drone in [*self.assignment.drones]:
+            if drone.state < State.READY:
+                self.bring_up(drone)
+
+    def bring_up(self, drone):
+        """A drone starts, greets and is prepared; or it does not come that far, or fails."""
+        how = 9 if self.is_calm else self.choose(12)
+        if drone.pid is None:
+            if how == 0:
+                self.state.drone_ended(drone, LookupError(drone.name), self.now)
+                self.fail_to_start(self.start_error())
+                self.population.check_complete()
+                self.note_actions()
+                return
+            drone.pid, self.has_begun = drone.number, True
+            self.population.started()
+            self.note_actions()
+            if how == 1:
+                return
+        if drone.state is State.STARTING:
+            drone.become(State.PREPARING)
+        if how == 2:
+            return
+        self.has_begun = True
+        if how == 3:
+            self.unprepared.add(drone)
+            self.bad_starts += 1
+            self.population.not_prepared(drone, BrokenPipeError("initializer"), self.now)
+            self.breaks_if(self.bad_starts >= MAX_FAILED_STARTS or self.on_death != "replace")
+        else:
+            self.bad_starts = 0
+            self.was_ready.add(drone)
+            self.population.prepared(drone, self.now)
+            self.note_actions()
 
     def submit(self):
         for _ in range(0 if self.state.closing else 1 + self.choose(3) ** 2):
@@ -272,9 +458,11 @@ class Walk:
                 options["resources"] = (("db", 1 + self.choose(2)),)
             elif not self.choose(8):
                 options["resources"] = (("db", 1), ("gpu", 1))
-            alive = self.taking()
-            if alive and not self.choose(5):
-                options["target"] = alive[self.choose(len(alive))]
+            alive, current = self.taking(), self.population.current()
+            if self.on_death == "end":
+                options["target"] = (current or [self.dead])[0]
+            elif current and not self.choose(5):
+                options["target"] = current[self.choose(len(current))]
             elif self.dead and not self.choose(10):
                 options["target"] = self.dead  # it has died since the call
             elif alive and not self.choose(6):
@@ -287,9 +475,26 @@ class Walk:
             definition = self.functions[self.choose(len(self.functions))]
             task = FakeTask(next(self.numbers), definition, **options)
             self.unsettled[task] = None
-            self.assignment.enter_queue(task)
-            self.state.arrived(task, self.now)
-            self.note_queued()
+            if self.choose(12):
+                self.arrive(task)
+            else:
+                task.state = WAITING
+                self.state.awaiting_inputs.add(task)
+                self.move(task)
+
+    def arrive(self, task):
+        self.assignment.enter_queue(task)
+        self.state.arrived(task, self.now)
+        self.note_queued()
+
+    def find_inputs(self):
+        """The promises are settled for which a task waits."""
+        task = min(self.state.awaiting_inputs, key=lambda task: task.number, default=None)
+        if task is not None:
+            self.arrive(task)
+            self.state.awaiting_inputs.discard(task)
+            if task.target is not None:
+                self.population.stop_if_retired(task.target, self.now)
 
     def cancel(self):
         if self.unsettled:
@@ -312,9 +517,12 @@ class Walk:
                 tasks = [drone.remove_in_flight(numbers[at])]
             for task in tasks:
                 self.answer_one(drone, task)
-            is_done = drone.state is State.READY and drone.tasks_left(self.max_tasks) <= 0
-            if is_done and not drone.in_flight:
-                self.retire(drone)
+            self.answered(drone)
+
+    def answered(self, drone):
+        self.population.answered(drone, self.now)
+        self.note_actions()
+        self.note_queued()
 
     def ready(self, drone):
         """The numbers of the tasks that can end: not those that ignore an interrupt, nor what waits
@@ -330,6 +538,7 @@ class Walk:
 
     def answer_one(self, drone, task):
         drone.tasks_done += 1
+        self.calls_done += 1
         drone.last_contact_at = self.now
         drone.highest_answered = max(drone.highest_answered, task.position)
         del self.sent[task]
@@ -357,7 +566,7 @@ class Walk:
                 del self.sent[task]
             self.note_returned(back)
             self.state.recalled(drone, [(number, 0) for number in numbers], self.now)
-            self.note_queued()
+            self.answered(drone)
 
     def die(self, drone=None):
         drones = self.assignment.drones
@@ -368,6 +577,7 @@ class Walk:
                 drone = drone or stopped[self.choose(len(stopped))]
             drone = drone or drones[self.choose(len(drones))]
             in_flight = [*drone.in_flight.values()]
+            before = drone.state
             drone.become(State.DEAD)
             self.state.limits.drone_died(drone)
             # It has begun all up to that one. Most had begun one, or none; some had answers ready.
@@ -387,10 +597,40 @@ class Walk:
             self.places = {task: self.places[task] for task in self.places if task not in begun}
             self.dead = drone
             self.move(*drone.preferred)
-            self.state.drone_died(drone, fates, BrokenPipeError(drone.name), self.now)
+            status = -9 if drone.is_killed else [-9, -11, -15][self.choose(3)]
+            running = None if fates.running is None else "a call"
+            error = DroneDied(drone.name, exitcode=status, running=running)
+            self.state.drone_died(drone, fates, error, self.now)
             self.state.drone_ended(drone, LookupError(drone.name), self.now)
             self.note_queued()
             self.check_that_none_runs_again(begun)
+            drone.packing.clear()
+            if before <= State.RETIRING:
+                self.die_unasked(drone, before, error)
+            self.population.ended()
+            self.note_actions()
+
+    def die_unasked(self, drone, before, error):
+        status, is_lone = error.exitcode, self.on_death == "end"
+        is_start = before < State.READY and self.population.wanted() > 0
+        in_order = status == -15 and error.running is None
+        if (self.on_death == "break" and not in_order) or (is_start and is_lone):
+            breaks = True
+        elif status == -15 and not is_lone and not drone.tasks_done:
+            if self.calls_done != self.calls_before:
+                self.terminated, self.calls_before = 0, self.calls_done
+            self.terminated += 1
+            breaks = self.terminated >= FEW
+        elif is_start:
+            self.bad_starts += 1
+            by_others = status == -9 and (drone.killed_on_request or not drone.is_killed)
+            limit = FEW if by_others else MAX_FAILED_STARTS
+            breaks = self.bad_starts >= limit or self.on_death != "replace"
+        else:
+            breaks = False
+        errors = error, BrokenPipeError("unready"), BrokenPipeError("terminated")
+        self.population.died(drone, Death(before, *errors, self.calls_done), self.now)
+        self.breaks_if(breaks)
 
     def lease(self):
         taken = leases.lease(self.as_dispatcher(), 2, lambda task: task.target is None)
@@ -440,24 +680,15 @@ class Walk:
         if how < 4:
             running = {next(iter(each.in_flight), 0) for each in self.assignment.drones}
             both = how == 1
-            self.state.close([*self.unsettled], running, cancel=how < 2, cancel_running=both)
+            self.state.close(running, cancel=how < 2, cancel_running=both)
             self.is_cancelled = self.is_cancelled or how < 2
         elif how == 4:
             self.is_cancelled = True
-            self.state.abandon([*self.unsettled])
-        elif how == 5 and not (self.state.abandoned or self.actions or self.new):
-            # Of what had begun, it is not known how far it was.
-            for task in self.sent:
-                self.begins(task)
-            self.sent.clear()
-            self.is_cancelled = True
-            self.state.broke(OSError("no drone can be started"), [*self.unsettled], self.now)
-            failed = {action.task for action in self.new if isinstance(action, Fail)}
-            assert failed == {*self.unsettled}
-            self.state.abandon([*self.unsettled])
-        if self.state.abandoned:
-            for drone in [*self.assignment.drones]:
-                drone.note_kill("")
+            self.state.abandon("")
+        elif how == 5:
+            self.state.broke(OSError("the cluster is gone"), self.now)
+            self.breaks_if(True)
+        self.note_actions()
         self.note_queued()
 
     def taking(self):
@@ -472,16 +703,54 @@ class Walk:
             drone.note_response(None if drone.unresponsive else "it is stopped")
 
     def kill(self):
-        if (drone := self.one()) is not None:
-            drone.note_kill("")
+        drones = self.assignment.drones
+        if drones:
+            drones[self.choose(len(drones))].note_kill("", on_request=not self.choose(2))
 
-    def retire(self, drone=None):
-        drone = drone or self.one()
-        if drone is not None:
-            self.move(*drone.preferred)
-            drone.become(State.RETIRING)
-            self.state.drone_retires(drone, self.now)
+    def retire(self):
+        drones = self.assignment.drones
+        if drones and self.on_death != "end":
+            self.population.retire(drones[self.choose(len(drones))], self.now)
+            self.note_actions()
             self.note_queued()
+
+    def resize(self):
+        if not self.state.closing and self.on_death != "end":
+            self.size = 1 + self.choose(4)
+            alive = sum(drone.alive for drone in self.assignment.drones)
+            self.room = max(2 * self.size, alive + self.size)
+            self.population.resize(self.size, self.now)
+            self.note_actions()
+            self.note_queued()
+
+    def refresh(self):
+        if self.population.wanted() and self.on_death != "end":
+            self.is_refreshing, before = True, [*self.assignment.drones]
+            self.population.replace(self.now)
+            assert not {*before}.intersection(self.population.current())
+            self.note_actions()
+            self.note_queued()
+
+    def pack(self, drone=None):
+        """A drone has packed the values that it was asked for."""
+        drone = drone or next((each for each in self.assignment.drones if each.packing), None)
+        if drone is not None and drone.packing:
+            drone.packing.clear()
+            self.answered(drone)
+
+    def exceed_memory(self):
+        """Most drones that have had no task yet are too large."""
+        for drone in [] if self.on_death == "end" else self.taking():
+            if not self.choose(4):
+                self.keep_memory()
+            elif not (drone.in_flight or drone.tasks_done or drone.is_killed):
+                self.too_large_in_a_row += 1
+                self.population.too_large(drone, "too large", BrokenPipeError("memory"), self.now)
+                self.breaks_if(self.too_large_in_a_row >= MAX_FAILED_STARTS)
+
+    def keep_memory(self):
+        self.too_large_in_a_row = 0
+        self.population.fits()
 
     def hang(self):
         """An overlapped task has ignored its interrupt for all its grace."""
@@ -526,9 +795,41 @@ class Walk:
         self.assignment.validate_idle()
         if self.assignment.is_any_idle() and not self.assignment.queue:
             self.state.turn_over(self.now)
+        self.note_actions()
         self.state.validate()
         self.check_that_none_waits_in_vain()
         self.check_that_none_is_stuck()
+        if self.state.closing and not self.has_ended:
+            self.population.end_if_done(self.now)
+            self.note_actions()
+            self.state.validate()
+        self.check_population()
+
+    def waiting_for(self, drone):
+        """The tasks that this drone has yet to get."""
+        waits = (QUEUED, DELAYED, WAITING)
+        return [task for task in self.unsettled if task.target is drone and task.state in waits]
+
+    def check_population(self):
+        state, drones, current = self.state, self.assignment.drones, self.population.current()
+        assert (state.broken is not None) == self.is_broken, "it breaks, and has no reason to"
+        is_excused = self.reports or self.now < self.excused_until or not self.can_start()
+        # One on which the initializer failed is replaced when it has ended.
+        is_excused = is_excused or self.unprepared.intersection(drones)
+        if not (state.closing or is_excused):
+            assert len(current) == self.size, f"{len(current)} drones, not {self.size}"
+            # One that stops tells, when it ends, that there is no need to wait for its room.
+            if all(drone.pid and drone.state is not State.STOPPING for drone in drones):
+                assert not self.is_refreshing, "a refresh waits for ever"
+        for drone in drones:
+            assert drone.is_killed or not state.abandoned, f"{drone.name} lives on"
+            last = drone.in_flight or drone.packing or self.waiting_for(drone)
+            assert last or drone.state is not State.RETIRING, f"{drone.name} retires for ever"
+            if drone.state is State.READY and not drone.in_flight:
+                assert drone.tasks_left(self.max_tasks) > 0, f"{drone.name} has had all its tasks"
+            if drone.state is State.STOPPING and not drone.is_killed:
+                over = self.now - self.stopped[drone] - STOP_GRACE_SECONDS
+                assert over < 0, f"{drone.name} stops for ever"
 
     def check_that_none_runs_again(self, tasks):
         for task in tasks:
@@ -542,7 +843,14 @@ class Walk:
                 over = self.now - task.sending.at - task.timeout
                 assert over < 0 or drone in self.was_debugged, f"{task.number} runs for too long"
 
-    def check_kill(self, drone):
+    def check_kill(self, drone, reason):
+        if "exit handlers" in reason:
+            assert self.now - self.stopped[drone] > 0.999 * STOP_GRACE_SECONDS
+            return
+        if reason in ("", "too large"):
+            is_idle = not drone.in_flight and (reason or drone not in self.was_ready)
+            assert is_idle or self.state.abandoned, f"{drone.name} is killed"
+            return
         stopped = [task for task in drone.in_flight.values() if task in self.interrupted]
         began = min(self.interrupted[task] for task in stopped)
         assert self.now - began > 0.999 * tuning.grace_seconds, f"{drone.name} is killed too early"
@@ -945,18 +1253,23 @@ def a_pool_that_is_cancelled_tries_again(plant):
 
 
 def a_broken_pool_forgets_what_was_sent(plant):
-    def broke(self, error, unsettled, now):
-        for drone in self.assignment.drones:
-            drone.take_in_flight()
-        self.broken = error
+    def broke(self, error, now):
+        sent = {*chain(*(drone.take_in_flight() for drone in self.assignment.drones))}
+        kept = {task: self.unsettled.pop(task) for task in [*self.unsettled] if task in sent}
+        right(self, error, now)
+        self.unsettled.update(kept)
 
+    right = PoolState.broke
     plant(PoolState, "broke", broke)
 
 
 def an_abandoned_pool_leaves_its_queue(plant):
-    def abandon(self, unsettled):
-        self.closing = self.abandoned = True
+    def abandon(self, reason):
+        unsettled, self.unsettled = self.unsettled, {}
+        right(self, reason)
+        self.unsettled = unsettled
 
+    right = PoolState.abandon
     plant(PoolState, "abandon", abandon)
 
 
@@ -1017,7 +1330,241 @@ def one_that_is_out_of_time_runs_again(plant):
     plant(pool_state, "_is_settled", lambda task: task.promise.done())
 
 
+# Of the population.
+
+
+def a_drone_that_died_is_not_replaced(plant):
+    plant(Population, "ended", Population.check_complete)
+
+
+def there_is_one_drone_too_many(plant):
+    right = Population.wanted
+    plant(Population, "wanted", lambda self: right(self) and right(self) + 1)
+
+
+def a_failed_start_is_not_tried_again(plant):
+    plant(Population, "_try_again", lambda self, now: None)
+
+
+def a_failed_start_is_tried_again_for_ever(plant):
+    def failed(self, error, broken, now):
+        self._failed_starts = 0
+        right(self, error, broken, now)
+
+    right = Population.start_failed
+    plant(Population, "start_failed", failed)
+
+
+def a_pool_that_is_too_large_is_not_broken(plant):
+    complete = property(lambda self: True, lambda self, value: None)
+    plant(Population, "_was_complete", complete, raising=False)
+
+
+def failed_starts_are_not_counted(plant):
+    plant(Population, "_count_failed_start", lambda self, error, tries, now: None)
+
+
+def failed_starts_are_not_in_a_row(plant):
+    def prepared(self, drone, now):
+        count = self._failed_starts
+        right(self, drone, now)
+        self._failed_starts = count
+
+    right = Population.prepared
+    plant(Population, "prepared", prepared)
+
+
+def sigterm_counts_as_a_failed_start(plant):
+    def count(self, death, now):
+        self._count_failed_start(death.terminated, 2, now)
+
+    plant(Population, "_count_terminated", count)
+
+
+def too_large_ones_are_not_in_a_row(plant):
+    plant(Population, "fits", lambda self: None)
+
+
+def a_lone_drone_is_replaced(plant):
+    never = property(lambda self: False, lambda self, value: None)
+    plant(Population, "_has_begun", never, raising=False)
+
+
+def a_name_is_given_twice(plant):
+    right = Population._start_one
+
+    def start(self):
+        current, self.current = self.current, list
+        try:
+            return right(self)
+        finally:
+            self.current = current
+
+    plant(Population, "_start_one", start)
+
+
+def it_is_complete_too_early(plant):
+    def check(self):
+        self._was_complete = True
+        self._do(Complete())
+
+    plant(Population, "check_complete", check)
+
+
+def a_refresh_is_never_complete(plant):
+    def check(self):
+        do, self._do = self._do, lambda action: None
+        right(self)
+        self._do = do
+
+    right = Population.check_complete
+    plant(Population, "check_complete", check)
+
+
+def one_that_retires_never_stops(plant):
+    plant(Population, "stop_if_retired", lambda self, drone, now: None)
+
+
+def one_that_retires_forgets_its_tasks(plant):
+    plant(PoolState, "has_tasks_for", lambda self, drone: False)
+
+
+def one_that_retires_forgets_what_it_packs(plant):
+    def stop(self, drone, now):
+        packing, drone.packing = drone.packing, set()
+        right(self, drone, now)
+        drone.packing = packing
+
+    right = Population.stop_if_retired
+    plant(Population, "stop_if_retired", stop)
+
+
+def one_that_starts_does_not_retire(plant):
+    def prepared(self, drone, now):
+        drone.retire_when_ready = False
+        right(self, drone, now)
+
+    right = Population.prepared
+    plant(Population, "prepared", prepared)
+
+
+def one_that_ignores_its_stop_is_never_killed(plant):
+    plant(Population, "_end_grace", lambda self, drone, now: None)
+
+
+def exit_handlers_have_no_time(plant):
+    plant(population, "STOP_GRACE_SECONDS", STOP_GRACE_SECONDS / 2)
+
+
+def one_that_has_ended_is_killed(plant):
+    plant(Population, "forget", lambda self, drone: None)
+
+
+def max_tasks_retires_none(plant):
+    plant(Population, "answered", Population.stop_if_retired)
+
+
+def max_tasks_retires_too_early(plant):
+    def answered(self, drone, now):
+        if drone.state is State.READY and drone.tasks_done:
+            self.retire(drone, now)
+        right(self, drone, now)
+
+    right = Population.answered
+    plant(Population, "answered", answered)
+
+
+def a_smaller_pool_keeps_its_drones(plant):
+    plant(population, "surplus", lambda drones, size: [])
+
+
+def a_refresh_forgets_the_first(plant):
+    def replace(self, now):
+        for drone in self._drones[1:]:
+            self.retire(drone, now)
+
+    plant(Population, "replace", replace)
+
+
+def a_closed_pool_keeps_its_idle_drones(plant):
+    def end(self, now):
+        if not self._drones:
+            right(self, now)
+
+    right = Population.end_if_done
+    plant(Population, "end_if_done", end)
+
+
+def a_closed_pool_does_not_wait_for_its_tasks(plant):
+    plant(PoolState, "is_unfinished", lambda self: False)
+
+
+def a_closed_pool_starts_no_drone_for_its_tasks(plant):
+    plant(PoolState, "needs_drones", lambda self: False)
+
+
+def an_ended_pool_starts_drones(plant):
+    right = Population.wanted
+
+    def wanted(self):
+        return self.size if self.has_ended else right(self)
+
+    plant(Population, "wanted", wanted)
+
+
+def an_abandoned_pool_starts_drones(plant):
+    def wanted(self):
+        abandoned, self._tasks.abandoned = self._tasks.abandoned, False
+        try:
+            return right(self)
+        finally:
+            self._tasks.abandoned = abandoned
+
+    right = Population.wanted
+    plant(Population, "wanted", wanted)
+
+
+def an_abandoned_pool_keeps_its_drones(plant):
+    def abandon(self, reason):
+        do, self._do = self._do, lambda action: type(action) is Kill or do(action)
+        right(self, reason)
+        self._do = do
+
+    right = PoolState.abandon
+    plant(PoolState, "abandon", abandon)
+
+
 FAULTS = [
+    a_drone_that_died_is_not_replaced,
+    there_is_one_drone_too_many,
+    a_failed_start_is_not_tried_again,
+    a_failed_start_is_tried_again_for_ever,
+    a_pool_that_is_too_large_is_not_broken,
+    failed_starts_are_not_counted,
+    failed_starts_are_not_in_a_row,
+    sigterm_counts_as_a_failed_start,
+    too_large_ones_are_not_in_a_row,
+    a_lone_drone_is_replaced,
+    a_name_is_given_twice,
+    it_is_complete_too_early,
+    a_refresh_is_never_complete,
+    one_that_retires_never_stops,
+    one_that_retires_forgets_its_tasks,
+    one_that_retires_forgets_what_it_packs,
+    one_that_starts_does_not_retire,
+    one_that_ignores_its_stop_is_never_killed,
+    exit_handlers_have_no_time,
+    one_that_has_ended_is_killed,
+    max_tasks_retires_none,
+    max_tasks_retires_too_early,
+    a_smaller_pool_keeps_its_drones,
+    a_refresh_forgets_the_first,
+    a_closed_pool_keeps_its_idle_drones,
+    a_closed_pool_does_not_wait_for_its_tasks,
+    a_closed_pool_starts_no_drone_for_its_tasks,
+    an_ended_pool_starts_drones,
+    an_abandoned_pool_starts_drones,
+    an_abandoned_pool_keeps_its_drones,
     one_that_is_out_of_time_runs_again,
     a_time_limit_is_forgotten,
     a_time_limit_strikes_too_early,
@@ -1133,8 +1680,12 @@ def test_a_drone_that_is_reserved_and_gets_a_task_of_its_own_is_reserved_no_more
     assert sent_to(assignment) == [(second, scarce)]
 
 
+def state_of(size, do):
+    return PoolState(config_of(size), assignment_of(size), deque(), {}, do)
+
+
 def test_a_cancelled_task_that_would_run_again_in_a_day_is_not_kept():
-    state = PoolState(assignment_of(1), lambda action: None)
+    state = state_of(1, lambda action: None)
     task = FakeTask(1, function(), retries=1, retry=True)
     state.failed(task, ValueError("once"), 0.0)
     assert task in state.delayed
@@ -1147,7 +1698,7 @@ def test_a_cancelled_task_that_would_run_again_in_a_day_is_not_kept():
 
 def test_a_task_that_is_refused_in_the_middle_of_a_choice_stops_no_drone_there():
     actions = []
-    state = PoolState(assignment_of(1), actions.append)
+    state = state_of(1, actions.append)
     (drone,) = state.assignment.drones
     state.refused(FakeTask(1, function(), target=drone), lambda: LookupError())
     assert [type(action) for action in actions] == [Refuse]

@@ -17,7 +17,7 @@ from polycephaly import DroneDied, Promise
 from polycephaly.pool.handlers import handle_message
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.map_source import Source
-from polycephaly.pool.supervisor import surplus
+from polycephaly.pool.population import surplus
 from polycephaly.wire.messages import HELLO, PROTOCOL, RECALL, STOP, Malformed, pack_numbers
 
 

@@ -700,13 +700,15 @@ def test_a_limit_that_only_idle_drones_pass_is_no_endless_loop():
 def test_a_drone_that_is_being_killed_does_not_count_as_one_within_the_limit():
     """Its memory goes bit by bit, and a look may come in between: the drones before it were too
     large all the same."""
-    supervisor = SimpleNamespace(too_large_in_a_row=1)
+    fits = []
+    population = SimpleNamespace(fits=lambda: fits.append(True))
     dispatcher = SimpleNamespace(
-        config=SimpleNamespace(hang_timeout=None, max_memory=100, report_waiting=None)
+        config=SimpleNamespace(hang_timeout=None, max_memory=100, report_waiting=None),
+        state=SimpleNamespace(population=population),
     )
     dying = SimpleNamespace(is_killed=True, memory=lambda enough: 0, state=State.READY)
-    health.HealthMonitor(dispatcher, supervisor)._check_memory(dying, 100)
-    assert supervisor.too_large_in_a_row == 1
+    health.HealthMonitor(dispatcher, SimpleNamespace())._check_memory(dying, 100)
+    assert not fits
 
 
 @pytest.mark.guarantee("death-13")

@@ -32,7 +32,7 @@ from polycephaly.pool.dispatcher_base import pool_error
 from polycephaly.pool.health import BUSY_FRACTION, MEMORY_CHECK_SECONDS, NEAR_LIMIT_FRACTION
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.items import with_item
-from polycephaly.pool.supervisor import MAX_FAILED_STARTS, MAX_KILLED_STARTS
+from polycephaly.pool.population import MAX_FAILED_STARTS, MAX_KILLED_STARTS
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.messages import FRAMES, STOP
 from polycephaly.wire.output import Line
@@ -664,7 +664,7 @@ def test_one_that_is_being_started_is_killed_too_if_it_holds_too_much(reactor):
     assert not handle.kills  # it has no pid yet
     handle.starts()
     reactor.pass_(1)
-    assert len(handle.kills) == 1 and handle.dispatcher.supervisor.too_large_in_a_row == 0
+    assert len(handle.kills) == 1 and handle.dispatcher.state.population.too_large_in_a_row == 0
 
 
 @pytest.mark.parametrize("held", [math.ceil(LIMIT * NEAR_LIMIT_FRACTION), LIMIT])
@@ -770,7 +770,7 @@ def test_one_that_keeps_the_limit_shows_that_it_can_be_kept(reactor):
     dispatcher = dispatcher_of(reactor, 1, ready=False, max_memory=LIMIT)
     for held in [LIMIT, LIMIT, 0]:
         kept = too_large(reactor, dispatcher, held)
-    assert dispatcher.supervisor.too_large_in_a_row == 0 and not kept.kills
+    assert dispatcher.state.population.too_large_in_a_row == 0 and not kept.kills
     kept.dies()
     for _ in range(MAX_FAILED_STARTS - 1):
         too_large(reactor, dispatcher)
@@ -783,11 +783,11 @@ def test_one_that_is_being_started_or_killed_does_not_show_that_the_limit_can_be
     (handle,) = dispatcher.handles
     handle.starts()
     reactor.pass_(2)
-    assert dispatcher.supervisor.too_large_in_a_row == 1
+    assert dispatcher.state.population.too_large_in_a_row == 1
     handle.kill("it held too much")
     handle.says_hello()
     reactor.pass_(2)
-    assert dispatcher.supervisor.too_large_in_a_row == 1
+    assert dispatcher.state.population.too_large_in_a_row == 1
 
 
 # -- SIGTERM before the first call -----------------------------------------------------------------

@@ -5,11 +5,12 @@
                                    └───────────────────┘ it began
 
 Callers append to the inbox (`inbound`), from which each turn of the loop puts tasks into the
-queues. What becomes of a task after each event is decided in pool_state.py, and which drone gets
-which task in assignment.py. What they decide is carried out here: messages, timers, promises.
+queues. What becomes of a task after each event is decided in pool_state.py, which drone gets which
+task in assignment.py, and which drones there are in population.py. What they decide is carried out
+here: messages, timers, promises.
 
-The supervisor (supervisor.py) decides which drones exist, and starts and ends them. The supervisor
-and the other parts of the dispatcher share the state in dispatcher_base.py.
+The supervisor (supervisor.py) has the engine start and end drones. The supervisor and the other
+parts of the dispatcher share the state in dispatcher_base.py.
 
 At any moment a task is in one place, which its state tells: see task_state.py, and
 docs/decisions/0003-each-task-is-in-one-place.md for the consequences, and for the race between
@@ -55,6 +56,8 @@ from .health import HealthMonitor
 from .hints import explain
 from .interfaces import State, TaskOptions
 from .locality import Locality
+from .pool_state import Action, GiveUpStarts
+from .population import Complete, EndPool, Evacuate, ReportDeath, Start, Stop, TryAgain, TurnAgain
 from .reactor import PROGRAM_ENDS, acquire_reactor
 from .stale import StaleWarning
 from .stall_detection import StallDetector
@@ -103,7 +106,6 @@ class Dispatcher(DispatcherBase):
         # An entry for each task that is in the inbox, or about to come, and has a priority, drone,
         # resource or kept value. If there is none, all just go to the end of `queue`.
         self._special: deque[None] = deque()
-        self._unsettled_before = 0  # tasks, when `_has_unsettled` was called last
         self.has_left_reactor = False
         self.finalizer: weakref.finalize[..., Any] | None = None  # of the `Pool` or `Drone`
         # The object that the `Pool` holds, if this was made in its place: see `_StartsAnew`.
@@ -118,7 +120,6 @@ class Dispatcher(DispatcherBase):
         limit = config.max_queued
         self.backpressure = None if limit is None else BackPressure(self, limit)
         self.supervisor = Supervisor(self, self.directory)
-        self.stop_if_retired = self.supervisor.stop_if_retired
         self.health_monitor = HealthMonitor(self, self.supervisor)
         self.schedule_health_check = self.health_monitor.schedule_check
         has_begun = False
@@ -511,7 +512,9 @@ class Dispatcher(DispatcherBase):
             validate(self)
             assignment.validate_idle()
         if self.state.closing and not self.has_ended:
-            self._end_if_done()
+            if self.state.awaiting_inputs:
+                self.stall_detector.schedule_check()
+            self.state.population.end_if_done(now)
         if self.backpressure:
             self.backpressure.wake_waiters()
         if assignment.changed:
@@ -582,11 +585,9 @@ class Dispatcher(DispatcherBase):
         """Update `handle` after an answer to one of its tasks in flight."""
         if handle.preparations:
             self.supervisor.preparation.go_on(handle)
-        if handle.state is not State.READY:
-            self.stop_if_retired(handle)
-        elif handle.tasks_left(self.config.max_tasks) <= 0 and len(handle.in_flight) <= 1:
-            # Not with more in flight: retiring would recall tasks that the drone may still run.
-            self.supervisor.retire(handle)
+        # Else nothing follows, and each answer comes here.
+        if handle.state is not State.READY or self.config.max_tasks is not None:
+            self.state.population.answered(handle, self.reactor.timers.now())
 
     # -- holding the reactor's lock: tasks that take kept values -----------------------------------
 
@@ -712,31 +713,12 @@ class Dispatcher(DispatcherBase):
             self.break_pool(loss)
         return loss is not None
 
-    def break_pool(self, error: BaseException) -> None:
-        """Reject all tasks, refuse new ones and end the drones, because none can run any more."""
-        if self.state.broken is not None:
-            return
-        self.refusal = error
-        if not self.begun.done():
-            self.reactor.deliver(partial(reject, self.begun, copy_error(error)))
-        self.state.broke(error, [*self.unsettled], self.reactor.timers.now())
-        self.reactor.deliver(partial(self.settle_lost, error))
-        self.abandon()
-
     def settle_lost(self, error: BaseException) -> None:
         for task in [*self.unsettled]:
             # In a broken pool none is left, but those that an error has met on their way.
             is_lost = task.state is ENDING or self.state.broken is not None
             if is_lost and task not in self.openings_left:
                 fail(task, copy_error(self.state.broken or error))
-
-    def give_up_starting(self, error: BaseException) -> None:
-        """Break the pool because drones cannot start. If the pool has not begun, its constructor
-        raises `error` as it is.
-        """
-        self.break_pool(
-            pool_error("not all drones can be started", error) if self.begun.done() else error
-        )
 
     # -- holding the reactor's lock: size and end --------------------------------------------------
 
@@ -752,11 +734,6 @@ class Dispatcher(DispatcherBase):
         self.supervisor.resize(size)
         self.settle_signal(resized)
 
-    def target_size(self) -> int:
-        """Return how many drones there should be now."""
-        state = self.state
-        return 0 if state.abandoned or (state.closing and not self._needs_drones()) else self.size
-
     def _adopt(self, snapshot: Any, adopted: Signal[None]) -> None:
         if self.supervisor.replace_all(snapshot):
             self.settle_signal(adopted)
@@ -765,62 +742,26 @@ class Dispatcher(DispatcherBase):
         # A Ctrl-C in `_enqueue` may have left an inbound task without this flag.
         self.needs_dispatch = True
         begun = {n for each in self.handles for n in each.in_flight if each.is_running(n)}
-        self.state.close([*self.unsettled], begun, cancel=cancel, cancel_running=running)
+        self.state.close(begun, cancel=cancel, cancel_running=running)
 
     def cancel_dedicated(self, handle: DroneHandle) -> None:
         """Cancel the tasks that only `handle` may run."""
-        self.state.drone_released(handle, self.unqueued_tasks())
+        self.state.drone_released(handle)
 
-    def _has_unsettled(self) -> bool:
-        """Return whether a task is not settled. If their number is what it was, each is looked at:
-        a thread that has cancelled some may have been interrupted in the middle of that.
-        """
-        count, self._unsettled_before = self._unsettled_before, len(self.unsettled)
-        if self.unsettled and count == len(self.unsettled):
-            for task in [*self.unsettled]:
-                if task.promise.done():
-                    self.unsettled.pop(task, None)
-        return bool(self.unsettled)
-
-    def _needs_drones(self) -> bool:
-        """Return whether a task runs, or has yet to run."""
-        assignment = self.assignment
-        assignment.update()
-        if assignment.queued or self.inbound or assignment.busy:
-            return True
-        parked = self.state.parked
-        return any(task.state is not ENDING or task in parked for task in [*self.unsettled])
-
-    def _unfinished(self) -> bool:
-        # If a thread had checked `refusal` before, the task that it adds is rejected at the end.
-        if self.state.abandoned:
-            return False
-        self.assignment.update()
-        return self._has_unsettled() or bool(self.assignment.busy)
-
-    def _end_if_done(self) -> None:
-        """End the drones, and then this dispatcher, if all tasks are done and no more are taken."""
-        if self._unfinished():
-            if not self._needs_drones() and any(
-                task not in self.openings_left for task in [*self.unsettled]
-            ):
-                # Deliveries settle the last tasks, and after these no turn would be due.
-                self.reactor.deliver(self.reactor.request_turn)
-            if self.state.awaiting_inputs:
-                self.stall_detector.schedule_check()
-            # A kept value was requested after the last drone had ended, and is computed again.
-            if not self.handles:
-                self.supervisor.start_missing()
-            return
-        for handle in list(self.handles):
-            if handle.state is State.READY:
-                self.supervisor.stop(handle)
-            elif handle.state < State.READY:
-                self.supervisor.retire(handle)
-            else:  # the task that the drone waited for may have been cancelled
-                self.stop_if_retired(handle)
-        if not self.handles:
-            self._end()
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Start() | Stop() | Evacuate() | Complete() | GiveUpStarts():
+                self.supervisor.carry_out(action)
+            case TryAgain() | ReportDeath():
+                self.supervisor.report(action)
+            case TurnAgain():
+                if any(task not in self.openings_left for task in [*self.unsettled]):
+                    # Deliveries settle the last tasks, and after these no turn would be due.
+                    self.reactor.deliver(self.reactor.request_turn)
+            case EndPool():
+                self._end()
+            case _:
+                super()._carry_out(action)
 
     def _was_used(self) -> bool:
         """Return whether a task was ever submitted, or a name pushed."""
@@ -851,8 +792,7 @@ class Dispatcher(DispatcherBase):
     def abandon(self, reason: str = "") -> None:
         """Kill every drone now; their tasks are lost, with errors that give `reason`."""
         self.queue_inbound()  # those for one drone are lost with it
-        self.state.abandon([*self.unsettled])
-        self.supervisor.kill_all(reason)
+        self.state.abandon(reason)
 
     def _end(self) -> None:
         self.refusal = self.refusal or RuntimeError(f"{self.config.name} has ended")

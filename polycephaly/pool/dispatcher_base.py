@@ -1,8 +1,8 @@
 """The base class of the dispatcher: the state that its parts share.
 
     PoolState <──events── DispatcherBase <── Locality, ObjectDirectory, StallDetector,
-        └────actions──────────> ^            Supervisor, HealthMonitor, leases.py: each has
-                                │            one other part of the decisions
+        └────actions──────────> ^            HealthMonitor, leases.py: each has one other part of
+                                │            the decisions; Supervisor, which starts the drones
                                 └─────────── Dispatcher, which makes them and joins them
 
 The parts stand in modules of their own and do not know `Dispatcher`.
@@ -27,21 +27,22 @@ from ..wire.output import Listener
 from .assignment import Assignment, Send
 from .config import PoolConfig
 from .drone_handle import DroneHandle
-from .interfaces import End, State, TaskRunner
+from .interfaces import End, TaskRunner
 from .limits import AskFrames, Interrupt, Kill, Look, LookAt, TimeOut
 from .pool_state import (
     Action,
+    Broken,
     Cancel,
     Divide,
     Fail,
-    Freed,
     PoolState,
-    Recall,
     Refuse,
     Restarted,
     SetTimer,
     SettleChunk,
-)  # fmt: skip
+    SettleLost,
+)
+from .population import Close, Recall
 from .reactor import Reactor, Tenant
 from .record import TraceBuffer
 from .stack_requests import StackRequest, StackRequests, format_remote, frames_of
@@ -66,15 +67,11 @@ class DispatcherBase(TaskRunner, Tenant):
     send: Callable[[Send, float], None]
     queue_inbound: Callable[[], None]
     backlog: Callable[[DroneHandle | None], int]
-    stop_if_retired: Callable[[DroneHandle | None], None]
     schedule_health_check: Callable[[], None]
-    target_size: Callable[[], int]
-    break_pool: Callable[[BaseException], None]
-    give_up_starting: Callable[[BaseException], None]
 
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
-        self.size = config.size  # how many drones there should be while the pool is open
+        self.size = config.size  # that of `state.population`, for other threads
         self.environments = [*config.env]  # of drones, by index
         self.width = config.width
         self.describes_items = config.describe_items
@@ -85,7 +82,10 @@ class DispatcherBase(TaskRunner, Tenant):
         # The inbox, to which callers append: the loop puts the tasks into the queues.
         self.inbound: deque[Task] = deque()
         self.assignment = Assignment(config.width, config.max_tasks, config.resources)
-        self.state = PoolState(self.assignment, self._carry_out)
+        self.ended = End(self)
+        self.state = PoolState(
+            config, self.assignment, self.inbound, self.unsettled, self._carry_out
+        )
         self._timer: Timer | None = None  # of `state`
         self._looks: list[Look | LookAt] = []
         self.handles: list[DroneHandle] = self.assignment.drones
@@ -98,7 +98,6 @@ class DispatcherBase(TaskRunner, Tenant):
         self.begun: Signal[None] = Signal()
         self.over: Signal[None] = Signal()
         """Settles when nothing is left but callbacks of tasks, for which `ended` waits."""
-        self.ended = End(self)
         self.record = TraceBuffer()
         self.stack_requests = StackRequests(self)
         self.made_at = time()
@@ -113,11 +112,8 @@ class DispatcherBase(TaskRunner, Tenant):
         """Return the drones that are to stay, without those that retire or will retire as soon as
         they are ready.
         """
-        return [
-            handle
-            for handle in list(self.handles)
-            if handle.state < State.RETIRING and not handle.retire_when_ready
-        ]
+        current: list[DroneHandle] = self.state.population.current()
+        return current
 
     def reject_unsettled(self) -> None:
         """Reject all tasks, after the end. Not called while holding the reactor's lock, because
@@ -144,11 +140,7 @@ class DispatcherBase(TaskRunner, Tenant):
 
     # -- holding the reactor's lock ----------------------------------------------------------------
 
-    def unqueued_tasks(self) -> list[Task]:
-        # In this order, because any thread may move a task from the first to the second.
-        return [*self.state.awaiting_inputs, *self.inbound, *self.state.parked]
-
-    # The events of tasks, with their time.
+    # Events, with their time.
 
     def resume(self, task: Task) -> None:
         self.state.resumed(task, self.reactor.timers.now())
@@ -161,6 +153,25 @@ class DispatcherBase(TaskRunner, Tenant):
 
     def reject_or_retry(self, tasks: list[Task], error: BaseException, *, may_retry: bool) -> None:
         self.state.lost(tasks, error, self.reactor.timers.now(), may_retry=may_retry)
+
+    def stop_if_retired(self, handle: DroneHandle | None) -> None:
+        if handle is not None:
+            self.state.population.stop_if_retired(handle, self.reactor.timers.now())
+
+    def break_pool(self, error: BaseException) -> None:
+        """Reject all tasks, refuse new ones and end the drones, because none can run any more."""
+        self.state.broke(error, self.reactor.timers.now())
+
+    def give_up_starting(self, error: BaseException) -> None:
+        """Break the pool because drones cannot start."""
+        self.break_pool(self.start_error(error))
+
+    def start_error(self, error: BaseException) -> BaseException:
+        """Return the error of a pool whose drones cannot start. If the pool has not begun, its
+        constructor raises `error` as it is.
+        """
+        has_begun = self.begun.done()
+        return pool_error("not all drones can be started", error) if has_begun else error
 
     def _on_due(self) -> None:
         self.state.due(self.reactor.timers.now())
@@ -212,12 +223,18 @@ class DispatcherBase(TaskRunner, Tenant):
                 address = address_of_frames(self, number)
                 if address is not None:
                     deliver(partial(release_kept_frames, address))
-            case Freed(drone):
-                self.stop_if_retired(drone)
             case SetTimer(when):
                 if self._timer is not None:
                     self.reactor.timers.cancel(self._timer)
                 self._timer = self.call_at(when, self._on_due)
+            case Broken(error):
+                self.refusal = error
+                if not self.begun.done():
+                    deliver(partial(reject, self.begun, copy_error(error)))
+            case SettleLost(error):
+                deliver(partial(self.settle_lost, error))
+            case Close(error):
+                self.refusal = self.refusal or error
 
     def _look(self, drone: DroneHandle) -> None:
         now = self.reactor.timers.now()

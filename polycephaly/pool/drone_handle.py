@@ -86,13 +86,11 @@ class DroneHandle(DroneRecord):
     def __init__(self, dispatcher: Tenant, number: int, name: str) -> None:
         super().__init__(dispatcher.assignment, number, name)
         self.dispatcher = dispatcher
-        self.pid: int | None = None
         self.exitcode: int | None = None
         self.death: BaseException | None = None  # how it died, if its end was not requested
         # Settled when it has a pid, or will never have one.
         self.pid_known: Signal[None] = ReactorSignal(dispatcher.reactor)
         self.ended: Signal[None] = ReactorSignal(dispatcher.reactor)
-        self.packing: set[int] = set()  # kept values that it was asked to pickle
         # Kept values without references, of which the drone has to be informed: numbers, claims.
         self._dropped: deque[tuple[int, int]] = deque()
         self.stderr: deque[str] = deque(maxlen=_MAX_STDERR_LINES)
@@ -223,16 +221,6 @@ class DroneHandle(DroneRecord):
         number, waiting = self.reported_wait or (0, None)
         goes_on = self.alive and (number in self.in_flight or self.state < State.READY)
         return waiting if goes_on else None
-
-    def has_waiting_tasks(self) -> bool:
-        """Return whether tasks wait for this drone, including those that wait for their own inputs.
-
-        The latter are checked first: `Dispatcher.on_inputs_ready` queues such a task before it is
-        removed from the waiting tasks, so no task is missed.
-        """
-        unqueued = [task for task in self.dispatcher.unqueued_tasks() if task.target is self]
-        queued = self.dispatcher.assignment.tasks_of(self)
-        return any(not task.promise.done() for task in [*unqueued, *queued])
 
     def closed_error(self) -> BaseException:
         """Return the error for tasks that are given to the drone after its end."""

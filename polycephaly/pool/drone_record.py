@@ -58,6 +58,7 @@ class DroneRecord:
         self._observer = observer
         self.number = number  # in the order in which the drones were started
         self.name = name
+        self.pid: int | None = None  # known once it has started
         self.reference = weakref.ref(self)
         self.state = State.STARTING
         # Tasks that were sent and not answered, in the order in which the drone runs them.
@@ -65,6 +66,7 @@ class DroneRecord:
         self.dedicated: deque[Task] = deque()  # tasks that only this drone may run
         self.queued = 0  # those of them that are `QUEUED`, there or for a resource
         self.preferred: deque[Task] = deque()  # tasks whose kept values this drone has
+        self.packing: set[int] = set()  # kept values that it was asked to pickle
         # What it runs before it takes tasks, and whether it runs the first of that: preparation.py.
         self.preparations: deque[Any] = deque()
         self.is_preparing = False

@@ -1,9 +1,9 @@
 """The interface between a pool and the engine that runs its drones.
 
-    Dispatcher ─────────> Supervisor ──────────> Engine ──────────> DroneHandle
-    tasks, order, time    which drones exist     starts a drone     messages to one drone
-                             ^ on_started, on_died, ...    │
-                             └─────────────────────────────┘
+    PoolState ──────────> Supervisor ──────────> Engine ──────────> DroneHandle
+    which drones exist    has them started       starts a drone     messages to one drone
+       ^                     │ ^ on_started, on_died, ...    │
+       └──────events─────────┘ └─────────────────────────────┘
 
     start   `Engine.start` returns a handle; the engine calls the supervisor's `on_started` or
             `on_not_started`

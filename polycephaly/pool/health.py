@@ -337,7 +337,7 @@ class HealthMonitor:
         held = handle.memory(int(limit * NEAR_LIMIT_FRACTION))
         if held < limit * NEAR_LIMIT_FRACTION:
             if handle.state is State.READY:
-                self._supervisor.too_large_in_a_row = 0
+                self._dispatcher.state.population.fits()
             return
         usage = f"the drone and the processes that it started held {held >> 20:,} MiB"
         if (

@@ -4,25 +4,26 @@ done about it.
     arrived, returned, due ──> a queue ──assignment.py──> SENT ──> answered
     failed, lost ──> a queue again, at once or when it is `due`, or `Fail`
     a drone is stuck ──> `Recall` ──recalled──> a queue
-    cancelled ──> `Interrupt`, or dropped        close, abandon, broke ──> `Cancel`, `Fail`
+    cancelled ──> `Interrupt`, or dropped       close, abandon, broke ──> `Cancel`, `Fail`, `Kill`
 
 To be read in this order: task_state.py, with the states of a task and what changes them; this
 file; limits.py, for tasks that run for too long, or were cancelled; assignment.py, for which drone
 gets which of the queued tasks; drone_record.py, for what a drone takes, and what a dead one had
-begun.
+begun; population.py, for which drones there are.
 
 Nothing here sends, waits, settles a promise or looks at a clock. A method is called for each event;
-it changes the state and gives `do` the actions that follow, in order: the dispatcher carries them
-out, and a test lists them. No action comes back here before the event is over: a promise that is
-cancelled, for example, is `cancelled` later. Only the loop's thread calls the methods. Any thread
-may read, and may change `awaiting_inputs`.
+it changes the state and gives `do` the actions that follow, in order: the dispatcher and the
+supervisor carry them out, and a test lists them. No action comes back here before the event is
+over: a promise that is cancelled, for example, is `cancelled` later. Only the loop's thread calls
+the methods. Any thread may read, and may change `awaiting_inputs`, `inbound` and `unsettled`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import copy_error
 from ..runtime.timers import Timer, Timers
@@ -33,8 +34,12 @@ from .chunk import MIN_CHUNK_SECONDS, Chunk
 from .drone_record import DroneRecord, Fates
 from .interfaces import State
 from .limits import AskFrames, Interrupt, Kill, Limits, Look, LookAt, TimeOut
+from .population import Population, PopulationAction, Recall
 from .task import Task
 from .task_state import DELAYED, ENDING, LEASED, QUEUED
+
+if TYPE_CHECKING:
+    from .config import PoolConfig
 
 MAX_UNSWEPT_TASKS = 1000
 """Cancelled tasks that may stay in queues that are shorter than that."""
@@ -66,12 +71,6 @@ class Cancel(NamedTuple):
     task: Task
 
 
-class Recall(NamedTuple):
-    """Have a drone give back what it has not begun."""
-
-    drone: Any  # a `DroneHandle`
-
-
 class Divide(NamedTuple):
     """Let these chunks take the place of the last calls of a chunk."""
 
@@ -92,10 +91,22 @@ class Restarted(NamedTuple):
     number: int
 
 
-class Freed(NamedTuple):
-    """A task has gone that only this drone may run. If the drone retires, it may stop."""
+class Broken(NamedTuple):
+    """The pool is broken: refuse new tasks with `error`. All tasks are rejected, and all drones
+    killed, by the actions that follow.
+    """
 
-    drone: Any
+    error: BaseException
+
+
+class SettleLost(NamedTuple):
+    """Reject the tasks that an earlier error has met on their way, after all others."""
+
+    error: BaseException
+
+
+class GiveUpStarts(NamedTuple):
+    """Kill what is still being started."""
 
 
 class SetTimer(NamedTuple):
@@ -105,14 +116,27 @@ class SetTimer(NamedTuple):
 
 
 Action = (
-    (Fail | Refuse | Cancel | Recall | Divide | SettleChunk | Restarted | Freed | SetTimer)
+    (Fail | Refuse | Cancel | Divide | SettleChunk | Restarted | Broken | SettleLost)
+    | (GiveUpStarts | SetTimer)
     | (Interrupt | AskFrames | TimeOut | Kill | Look | LookAt)  # see limits.py
+    | PopulationAction
 )
 
 
 class PoolState:
-    def __init__(self, assignment: Assignment, do: Callable[[Action], object]) -> None:
+    def __init__(
+        self,
+        config: PoolConfig,
+        assignment: Assignment,
+        inbound: deque[Task],
+        unsettled: dict[Any, None],
+        do: Callable[[Action], object],
+    ) -> None:
+        """`inbound` and `unsettled` are those of the dispatcher."""
         self.assignment = assignment
+        self.inbound = inbound
+        self.unsettled = unsettled
+        self._unsettled_before = 0  # tasks, when `_has_unsettled` was called last
         self._do = do
         # Returns which drone has most of the kept values that a task takes, and the bytes of the
         # others. Set by the dispatcher.
@@ -127,6 +151,9 @@ class PoolState:
         self._timers = Timers()
         self._timers.now = lambda: self._now
         self.limits = Limits(do, self._call_at, self._timers.cancel)
+        self.population = Population(
+            config, assignment.drones, self, do, self._call_at, self._timers.cancel
+        )
         self._cancelled_since_sweep = 0
         self.closing = False  # no more tasks come
         # At the end all tasks were cancelled, or all but those that were running.
@@ -148,7 +175,7 @@ class PoolState:
             )
         if task.promise.done():
             self.assignment.leave_queue(task)
-            self._freed(task)
+            self._freed(task, now)
         else:
             self._place(task, now)
 
@@ -175,7 +202,7 @@ class PoolState:
             task.sending = None
             if _is_settled(task):  # while it was with the drone
                 task.payload = b""
-                self._freed(task)
+                self._freed(task, now)
                 continue
             self.insert(task, now, first=True)
 
@@ -204,9 +231,10 @@ class PoolState:
         task.payload = b""
         self._do(Refuse(task, make_error))
 
-    def _freed(self, task: Task) -> None:
+    def _freed(self, task: Task, now: float) -> None:
+        """Note that `task` has gone. If only one drone may run it, and retires, it may stop."""
         if task.target is not None:
-            self._do(Freed(task.target))
+            self.population.stop_if_retired(task.target, now)
 
     # -- another attempt ---------------------------------------------------------------------------
 
@@ -219,7 +247,7 @@ class PoolState:
             task.payload, task.recompute_payload = b"", None
             self.parked.discard(task)
             self._do(Fail(task, task.with_attempts(error)))
-            self._freed(task)
+            self._freed(task, now)
         else:
             self._do(Restarted(task, task.number))
             task.start_over()
@@ -363,16 +391,18 @@ class PoolState:
 
     def drone_ended(self, drone: DroneRecord, error: BaseException, now: float) -> None:
         """Forget a drone. Tasks that only this drone may run are rejected with `error`."""
+        drone.become(State.DEAD)
         self.lost(self.assignment.take_dedicated(drone), error, now, may_retry=False)
         self.drone_retires(drone, now)
         self.assignment.remove(drone)
+        self.population.forget(drone)
 
     def drone_retires(self, drone: DroneRecord, now: float) -> None:
         """Queue the tasks elsewhere that prefer `drone`, which takes no more of them."""
         for task in self.assignment.take_preferring(drone):
             task.preferred_drone = None
             self.resumed(task, now)
-        self._do(Freed(drone))
+        self.population.stop_if_retired(drone, now)
 
     # -- tasks are cancelled -----------------------------------------------------------------------
 
@@ -387,7 +417,7 @@ class PoolState:
             return
         self.assignment.leave_queue(task)
         task.payload = b""
-        self._freed(task)
+        self._freed(task, now)
         self._cancelled_since_sweep += 1
         if self._cancelled_since_sweep > MAX_UNSWEPT_TASKS:
             self._sweep_queues()
@@ -401,26 +431,67 @@ class PoolState:
             self._cancelled_since_sweep = 0
             self.assignment.drop_settled()
 
-    def drone_released(self, drone: DroneRecord, others: Iterable[Task]) -> None:
-        """Cancel the tasks that only `drone` may run: queued, in flight, or among `others`."""
+    def drone_released(self, drone: DroneRecord) -> None:
+        """Cancel the tasks that only `drone` may run."""
         in_flight = reversed(drone.in_flight.values())
-        for task in [*self.assignment.tasks_of(drone), *others, *in_flight]:
+        for task in [*self.assignment.tasks_of(drone), *self._unqueued(), *in_flight]:
             if task.target is drone:
                 self._do(Cancel(task))
 
+    # -- what is left to do ------------------------------------------------------------------------
+
+    def _unqueued(self) -> list[Task]:
+        # In this order, because any thread may move a task from the first to the second.
+        return [*self.awaiting_inputs, *self.inbound, *self.parked]
+
+    def has_tasks_for(self, drone: DroneRecord) -> bool:
+        """Return whether tasks wait for this drone, including those that wait for their own inputs.
+
+        The latter are checked first: `Dispatcher.on_inputs_ready` queues such a task before it is
+        removed from the waiting tasks, so no task is missed.
+        """
+        unqueued = [task for task in self._unqueued() if task.target is drone]
+        queued = self.assignment.tasks_of(drone)
+        return any(not task.promise.done() for task in [*unqueued, *queued])
+
+    def needs_drones(self) -> bool:
+        """Return whether a task runs, or has yet to run."""
+        assignment = self.assignment
+        assignment.update()
+        if assignment.queued or self.inbound or assignment.busy:
+            return True
+        return any(task.state is not ENDING or task in self.parked for task in [*self.unsettled])
+
+    def is_unfinished(self) -> bool:
+        """Return whether a task is not settled, or still with a drone."""
+        # If a thread had checked `refusal` before, the task that it adds is rejected at the end.
+        if self.abandoned:
+            return False
+        self.assignment.update()
+        return self._has_unsettled() or bool(self.assignment.busy)
+
+    def _has_unsettled(self) -> bool:
+        """Return whether a task is not settled. If their number is what it was, each is looked at:
+        a thread that has cancelled some may have been interrupted in the middle of that.
+        """
+        count, self._unsettled_before = self._unsettled_before, len(self.unsettled)
+        if self.unsettled and count == len(self.unsettled):
+            for task in [*self.unsettled]:
+                if task.promise.done():
+                    self.unsettled.pop(task, None)
+        return bool(self.unsettled)
+
     # -- the pool ends -----------------------------------------------------------------------------
 
-    def close(
-        self, unsettled: Iterable[Task], running: set[int], *, cancel: bool, cancel_running: bool
-    ) -> None:
-        """Expect no more tasks. If this is to `cancel`, cancel those that are `unsettled`, but
+    def close(self, running: set[int], *, cancel: bool, cancel_running: bool) -> None:
+        """Expect no more tasks. If this is to `cancel`, cancel those that are not settled, but
         those with the numbers `running` only if `cancel_running`.
         """
         self.closing = True
         if cancel:
             self.has_cancelled = True
             sent = [task for each in self.assignment.drones for task in each.in_flight.values()]
-            for task in self._unanswered(unsettled, sent):
+            for task in self._unanswered(sent):
                 self._do(Cancel(task))
             for drone in self.assignment.drones:
                 # Backwards: if the running task was first, the drone would begin the next one.
@@ -428,13 +499,15 @@ class PoolState:
                     if cancel_running or task.number not in running:
                         self._do(Cancel(task))
 
-    def abandon(self, unsettled: Iterable[Task]) -> None:
-        """Cancel all tasks that no drone has. The caller kills the drones: so theirs are lost."""
+    def abandon(self, reason: str) -> None:
+        """Kill all drones: their tasks are lost, with errors that give `reason`. Cancel the others,
+        but those that only one drone may run are lost with it, if they are queued.
+        """
         self.closing = self.abandoned = True
         with_drones: list[Task] = []
         for drone in self.assignment.drones:
             with_drones += [*drone.in_flight.values(), *drone.dedicated]
-        for task in self._unanswered(unsettled, with_drones):
+        for task in self._unanswered(with_drones):
             self._do(Cancel(task))
             if task.state is not QUEUED:  # else it stays in its queue until it is dropped there
                 task.state = ENDING
@@ -442,28 +515,38 @@ class PoolState:
         self.parked.clear()
         for task in [*self.delayed]:
             self._end_delay(task)
+        for drone in self.assignment.drones:
+            if drone.alive:
+                drone.become(State.STOPPING)
+                self._do(Kill(drone, reason))
+        self._do(GiveUpStarts())
 
-    def broke(self, error: BaseException, unsettled: Iterable[Task], now: float) -> None:
-        """Reject all tasks with `error`, because no drone can run any."""
+    def broke(self, error: BaseException, now: float) -> None:
+        """Reject all tasks with `error`, and kill all drones, because none can run any."""
+        if self.broken is not None:
+            return
         self.broken = error
+        self._do(Broken(error))
         tasks: list[Task] = []
         for drone in self.assignment.drones:
             # Answers that still arrive are ignored: these tasks no longer have their payloads.
             tasks += drone.take_in_flight()
         self.assignment.drop_all()
-        tasks += self._unanswered(unsettled, tasks)
+        tasks += self._unanswered(tasks)
         self.lost(tasks, error, now, may_retry=False)
         for task in tasks:
             self.assignment.leave_queue(task)
+        self._do(SettleLost(error))
+        self.abandon("")
 
-    def _unanswered(self, unsettled: Iterable[Task], others: Iterable[Task]) -> list[Task]:
-        """Return those that are not among `others`, and have no answer that is about to settle
-        them. One that is parked has none: it failed, and waits for its next attempt.
+    def _unanswered(self, others: Iterable[Task]) -> list[Task]:
+        """Return the unsettled tasks that are not among `others`, and have no answer that is about
+        to settle them. One that is parked has none: it failed, and waits for its next attempt.
         """
         but = {*others}
         return [
             task
-            for task in unsettled
+            for task in [*self.unsettled]
             if task not in but and (task.answer is None or task in self.parked)
         ]
 
@@ -482,7 +565,10 @@ class PoolState:
     # -- a check, for tests and `POLYCEPHALY_VALIDATE=1` ------------------------------------------
 
     def validate(self) -> None:
-        """Raise `AssertionError` if a task that waits here is not in the state for that."""
+        """Raise `AssertionError` if a task that waits here is not in the state for that, or a
+        drone is there that should not be.
+        """
+        self.population.validate()
         for task, timer in self.delayed.items():
             if not task.promise.done():
                 assert task.state is DELAYED, f"{task.number} is {task.state.name}, and delayed"

@@ -62,7 +62,6 @@ class Tenant:
     state: Any  # a `PoolState`
     output: Callable[[Line], object] | None
     output_listeners: dict[str, Listener]
-    unqueued_tasks: Callable[[], list[Any]]
     inbound: deque[Any]
     wants_tasks = False
     """Tasks in `inbound` can be sent: a thread that adds one wakes the reactor."""

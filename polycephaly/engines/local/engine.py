@@ -379,7 +379,7 @@ class LocalEngine(Engine):
         for handle in orphaned:
             self._supervisor.on_died(handle, -signal.SIGKILL)
         may_replace = has_begun and is_current and self._config.on_death == "replace"
-        if may_replace and self._dispatcher.target_size():
+        if may_replace and self._dispatcher.state.population.wanted():
             log.warning(
                 "the zygote of %s was lost (exit code %s): taking a new snapshot",
                 self._config.name,
