@@ -672,6 +672,7 @@ class Walk:
     def wait(self):
         self.note_actions()
         self.now += DELAY * (1 + self.choose(4)) / 4
+        self.stuck.clear()  # no turn was taken meanwhile, and what is due comes late
         self.look_at_timer()
 
     def end(self):

@@ -355,6 +355,22 @@ def test_a_drone_that_the_zygote_could_not_fork_is_tried_again():
     assert len(pool.handles) == 2
 
 
+def test_a_drone_that_the_engine_could_not_start_is_tried_again(reactor):
+    pool = dispatcher_of(reactor, 1)
+    engine, tries = pool.supervisor.engine, []
+
+    def fail(number, name, index):
+        tries.append(name)
+        pool.post(pool.supervisor.on_start_error, OSError(errno.EMFILE, "too many files"))
+
+    start, engine.start = engine.start, fail
+    resize(pool, 3)
+    assert tries == ["pool.1"] and len(pool.handles) == 1 and not pool.state.broken
+    engine.start = start
+    reactor.pass_(1.0)
+    assert [each.name for each in pool.handles] == ["pool.0", "pool.1", "pool.2"]
+
+
 def test_a_limit_breaks_a_pool_without_a_drone_only_after_three_tries():
     reactor = FakeReactor()
     pool = dispatcher_of(reactor, 1)
