@@ -31,10 +31,21 @@ from polycephaly.errors import DroneDied
 from polycephaly.pool import assignment as assignments
 from polycephaly.pool import leases, pool_state, population
 from polycephaly.pool.assignment import Assignment
+from polycephaly.pool.chunk import Chunk
 from polycephaly.pool.drone_record import DroneRecord
 from polycephaly.pool.interfaces import State
 from polycephaly.pool.limits import Interrupt, Kill, Limits, Look, LookAt, TimeOut
-from polycephaly.pool.pool_state import Broken, Cancel, Fail, PoolState, Refuse, Restarted, SetTimer
+from polycephaly.pool.pool_state import (
+    Broken,
+    Cancel,
+    Divide,
+    Fail,
+    PoolState,
+    Refuse,
+    Restarted,
+    SetTimer,
+    SettleChunk,
+)
 from polycephaly.pool.population import (
     MAX_FAILED_STARTS,
     START_RETRY_SECONDS,
@@ -54,6 +65,7 @@ from polycephaly.pool.resources import Resources
 from polycephaly.pool.task_state import DELAYED, ENDING, INBOUND, QUEUED, WAITING
 from polycephaly.promises.promise import FINISHED, PENDING
 from polycephaly.runtime.tuning import tuning
+from polycephaly.wire.map_chunks import ITEMS, pack_calls
 from polycephaly.wire.placeholders import PayloadWithRefs
 
 EVENTS = 20
@@ -108,6 +120,13 @@ class FakeTask:
         self.timed_out = False
 
 
+def as_chunk(chunk, number, most_attempts, family):
+    """A chunk, of which the walk settles the promise. Its rests are of the same family."""
+    chunk.promise, chunk.number, chunk.family = Settled(), number, family
+    chunk.most_attempts = most_attempts
+    return chunk
+
+
 def function(seconds=None, overlaps=False):
     return SimpleNamespace(seconds=seconds, overlaps=overlaps, captures=False, label="a call")
 
@@ -155,6 +174,10 @@ class Walk:
         self.stuck = {}
         self.dead = None  # a drone
         self.is_cancelled = False  # nothing runs again
+        # Of calls of chunks, by family and item: how often each has begun, which are answered, and
+        # which were lost or cancelled. Of families, how many calls they have.
+        self.call_attempts, self.answers, self.lost_calls = Counter(), Counter(), set()
+        self.cancelled_calls, self.families = set(), {}
         self.places = {}  # of tasks that were returned: with which others, and where among them
         self.was_returned, self.was_moved = set(), set()
         self.room = 2 * self.size  # drones that may be there at a time
@@ -181,6 +204,7 @@ class Walk:
                 self.state.close(set(), cancel=False, cancel_running=False)
             if self.has_ended and not self.unsettled:
                 self.outlive()
+                self.check_calls()
                 return
             self.go_on()
             self.assign()
@@ -227,7 +251,8 @@ class Walk:
         for drone in [*self.assignment.drones]:
             if drone.state < State.READY and self.choose(3):
                 self.bring_up(drone)
-        acts = [self.submit] * 10 + [self.answer] * 10 + [self.cancel, self.recall, self.die] * 2
+        acts = [self.submit] * 10 + [self.submit_chunk] * 4 + [self.answer] * 12
+        acts += [self.cancel, self.recall, self.die] * 2
         acts += [self.pause, self.kill, self.retire, self.die] * 2
         acts += [self.debug, self.lease, self.end_lease, self.end]
         acts += [self.hang, self.resize, self.refresh] * 2 + [self.wait] * 4
@@ -315,8 +340,23 @@ class Walk:
                 self.move(*drone.preferred)
                 if not self.choose(4):
                     drone.packing.add(7)
+            case Divide(chunk, rests):
+                for rest in rests:
+                    as_chunk(rest, next(self.numbers), chunk.most_attempts, chunk.family)
+                    self.unsettled[rest] = None
+                self.was_returned.update(rests)
+                chunk.rests = [*rests, *chunk.rests]
+            case SettleChunk(chunk):
+                self.end_chunk(chunk)
             case _:
                 self.new.append(action)
+
+    def end_chunk(self, chunk):
+        """Nothing is left of it."""
+        self.sent.pop(chunk, None)
+        self.interrupted.pop(chunk, None)
+        if not chunk.promise.done():
+            self.settle(chunk)
 
     def carry_out(self, count):
         self.note_actions()
@@ -350,8 +390,12 @@ class Walk:
         task.promise._state = FINISHED
         del self.unsettled[task]
         self.queued.pop(task, None)
+        if isinstance(task, Chunk):
+            self.lost_calls.update(calls_of(task))
 
     def cancel_one(self, task):
+        if isinstance(task, Chunk):
+            self.cancelled_calls.update(calls_of(task))
         self.settle(task)
         self.state.cancelled(task, self.now)
         self.note_actions()
@@ -367,8 +411,17 @@ class Walk:
 
     def begins(self, task):
         """A drone or another process begins a task, for the first time or once more."""
+        if isinstance(task, Chunk):
+            self.calls_begin(task, task.calls_left)
+            return
         self.attempts[task] += 1
         assert self.attempts[task] <= task.most_attempts, f"{task.number} runs again"
+
+    def calls_begin(self, chunk, count):
+        """The next calls of a chunk begin, for the first time or once more."""
+        for call in calls_of(chunk)[:count]:
+            self.call_attempts[call] += 1
+            assert self.call_attempts[call] <= chunk.most_attempts, f"{call} runs again"
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -482,6 +535,17 @@ class Walk:
                 self.state.awaiting_inputs.add(task)
                 self.move(task)
 
+    def submit_chunk(self):
+        if self.state.closing or self.max_tasks is not None or self.on_death == "end":
+            return
+        count, number, retries = 2 + self.choose(8), next(self.numbers), self.choose(3) // 2
+        calls, is_whole = pack_calls(ITEMS, False, [*range(count)]), not self.choose(3)
+        chunk = Chunk(None, self.functions[2 * self.choose(2)], calls, count, is_whole=is_whole)
+        as_chunk(chunk, number, 1 + retries, number)
+        chunk.retries, self.families[number] = retries, count
+        self.unsettled[chunk] = None
+        self.arrive(chunk)
+
     def arrive(self, task):
         self.assignment.enter_queue(task)
         self.state.arrived(task, self.now)
@@ -509,6 +573,12 @@ class Walk:
             numbers = self.ready(drone)
             if not numbers:
                 return
+            chunks = [n for n in numbers if isinstance(drone.in_flight[n], Chunk)]
+            if chunks[:1] == numbers[:1]:
+                self.answer_calls(drone, drone.in_flight[numbers[0]])
+                return
+            if chunks:
+                numbers = numbers[: numbers.index(chunks[0])]
             at = self.choose(len(numbers)) if drone.overlapping else 0
             if not drone.overlapping and not self.choose(2):
                 numbers = numbers[: 1 + self.choose(len(numbers))]
@@ -518,6 +588,27 @@ class Walk:
             for task in tasks:
                 self.answer_one(drone, task)
             self.answered(drone)
+
+    def answer_calls(self, drone, chunk):
+        """Some calls of a chunk are answered; the last may have failed, or was interrupted."""
+        count, failed = 1 + self.choose(chunk.calls_left), not self.choose(6)
+        failed = failed or chunk in self.interrupted
+        self.calls_begin(chunk, count)
+        calls = calls_of(chunk)[:count]
+        if not chunk.promise.done():
+            self.answers.update(calls)
+        if chunk.definition.seconds is None and not self.choose(3):
+            chunk.definition.seconds = 1e-4
+        drone.tasks_done += count
+        self.calls_done += count
+        left = chunk.calls_left - count
+        is_over = drone.note_answers(chunk, count, failed)
+        assert is_over == (failed or not left)
+        if is_over:
+            if failed:  # those behind it are not needed
+                self.cancelled_calls.update(calls_of(chunk))
+            self.end_chunk(chunk)
+        self.answered(drone)
 
     def answered(self, drone):
         self.population.answered(drone, self.now)
@@ -562,10 +653,15 @@ class Walk:
         if drone is not None and drone.alive:
             numbers = [*drone.in_flight][1:]
             back = [drone.in_flight[number] for number in numbers]
+            returned = [(number, 0) for number in numbers]
+            head = next(iter(drone.in_flight.values()), None)
+            if isinstance(head, Chunk) and head.is_divisible:
+                calls = self.choose(head.calls_left)  # but for the one that runs
+                returned[:0] = [(head.number, calls)] if calls else []
             for task in back:
                 del self.sent[task]
             self.note_returned(back)
-            self.state.recalled(drone, [(number, 0) for number in numbers], self.now)
+            self.state.recalled(drone, returned, self.now)
             self.answered(drone)
 
     def die(self, drone=None):
@@ -585,12 +681,18 @@ class Walk:
             answered = sum(task.position <= drone.highest_answered for task in in_flight)
             count = max(count, answered)  # of overlapped tasks, a later one may have ended first
             begun = in_flight[:count]
+            last, call = begun[-1] if begun else None, 0
+            if isinstance(last, Chunk) and self.choose(4):
+                calls = 1 + self.choose(last.calls_left)
+                call = (last.answered + calls) | 1 << 32
+                self.calls_begin(last, calls)
             for task in begun:
-                self.begins(task)
+                if not (task is last and call):
+                    self.begins(task)
             for task in in_flight:
                 del self.sent[task]
                 self.interrupted.pop(task, None)
-            fates = drone.take_fates([begun[-1].number] if begun else [])
+            fates = drone.take_fates([begun[-1].number] if begun else [], call)
             assert fates.begun == begun and fates.not_begun == in_flight[count:]
             self.note_returned(fates.not_begun)
             self.was_returned.update(begun)
@@ -633,7 +735,10 @@ class Walk:
         self.breaks_if(breaks)
 
     def lease(self):
-        taken = leases.lease(self.as_dispatcher(), 2, lambda task: task.target is None)
+        def may_lease(task):
+            return task.target is None and not isinstance(task, Chunk)
+
+        taken = leases.lease(self.as_dispatcher(), 2, may_lease)
         for task in taken:
             assert self.queued.pop(task, self) is None
         self.leased += taken
@@ -862,6 +967,13 @@ class Walk:
             return
         has_gone = self.state.broken is not None or self.state.abandoned
         has_gone = has_gone or (task.target is not None and task.target.state is State.DEAD)
+        if isinstance(task, Chunk):
+            for call in calls_of(task):
+                attempts = self.call_attempts[call]
+                assert has_gone or self.state.has_cancelled or attempts == task.most_attempts, (
+                    f"{call} is lost after {attempts} attempts"
+                )
+            return
         assert self.attempts[task] or has_gone, f"{task.number} is lost"
         spent = self.attempts[task] >= task.most_attempts
         ends = has_gone or self.state.has_cancelled
@@ -891,7 +1003,8 @@ class Walk:
             estimates = [task.sending.estimate for task in others]
             assert min(estimates) > 0
             assert not any(task.timeout for task in (tasks if before else tasks[1:]))
-            assert sum(estimates) <= tuning.batch_seconds * 1.001
+            is_behind_chunk = len(others) == 2 and all(task.is_divisible for task in others)
+            assert sum(estimates) <= tuning.batch_seconds * 1.001 or is_behind_chunk
         if self.max_tasks is not None and drone.state is State.READY:
             assert drone.tasks_done + len(drone.in_flight) <= self.max_tasks
         held = Counter()
@@ -932,6 +1045,10 @@ class Walk:
         for drone in self.assignment.drones if is_free else ():
             behind = [] if drone.overlapping else [*drone.in_flight.values()][1:]
             others = any(drone not in (task.target, task.preferred_drone) for task in behind)
+            if not (behind or drone.overlapping):
+                others = any(
+                    task.is_divisible and task.calls_left > 1 for task in drone.in_flight.values()
+                )
             if drone.state is State.READY and others and drone not in {*self.recalled, *told}:
                 key = drone, next(iter(drone.in_flight))
                 times, since = self.stuck.get(key, (0, self.now))
@@ -941,6 +1058,15 @@ class Walk:
                 # The first look may have found another task running, or others queued.
                 assert times < 3, f"{drone.name} is stuck"
         self.stuck = stuck
+
+    def check_calls(self):
+        """Each call of a chunk is answered once, or is lost or cancelled, at the end."""
+        for family, count in self.families.items():
+            for call in ((family, item) for item in range(count)):
+                is_answered = self.answers[call] > 0
+                gone = call in self.lost_calls or call in self.cancelled_calls
+                assert self.answers[call] <= 1, f"{call} is answered twice"
+                assert is_answered != gone, f"{call} is {'both' if gone else 'neither'}"
 
     def check_that_none_waits_in_vain(self):
         assignment = self.assignment
@@ -961,6 +1087,12 @@ class Walk:
             drone = task.target
             if drone is not None and not drone.in_flight and drone.can_take(dedicated=True):
                 assert drone.tasks_left(self.max_tasks) <= 0, f"{task.number} waits for its drone"
+
+
+def calls_of(chunk):
+    """Those that were not answered, by family and item."""
+    first = chunk.first_item + chunk.answered
+    return [(chunk.family, first + n) for n in range(chunk.calls_left)]
 
 
 def walk(seeds):
@@ -1535,7 +1667,84 @@ def an_abandoned_pool_keeps_its_drones(plant):
     plant(PoolState, "abandon", abandon)
 
 
+def a_call_that_is_given_back_is_forgotten(plant):
+    def take(self, calls):
+        rest = right(self, calls)
+        rest.count -= rest.count > 1
+        return rest
+
+    right = Chunk.take_rest
+    plant(Chunk, "take_rest", take)
+
+
+def a_call_that_runs_is_given_away(plant):
+    def take(self, calls):
+        rest = self._part(self.count - calls - 1, self.count)
+        self.count -= calls
+        return rest
+
+    plant(Chunk, "take_rest", take)
+
+
+def a_chunk_never_ends(plant):
+    plant(DroneRecord, "note_answers", lambda self, chunk, calls, failed: False)
+
+
+def answered_calls_run_again(plant):
+    plant(Chunk, "drop_answered", lambda self: setattr(self, "answered", 0))
+
+
+def all_calls_of_a_dead_drones_chunk_are_lost(plant):
+    right = DroneRecord.take_fates
+    plant(DroneRecord, "take_fates", lambda self, begun, call: right(self, begun))
+
+
+def no_call_of_a_dead_drones_chunk_is_lost(plant):
+    def take(self, begun, call):
+        return right(self, begun, call and (call & 0xFFFF_FFFF) - 1 | 1 << 32)
+
+    right = DroneRecord.take_fates
+    plant(DroneRecord, "take_fates", take)
+
+
+def a_chunk_alone_is_not_recalled(plant):
+    def has_calls(self):
+        return len(self.in_flight) > 1 and right(self)
+
+    right = DroneRecord.has_calls_behind_one
+    plant(DroneRecord, "has_calls_behind_one", has_calls)
+
+
+def the_rest_of_a_cancelled_chunk_runs(plant):
+    def divided(self, chunk, rest):
+        rests = rest.divided(1)
+        self._do(Divide(chunk, rests))
+        return rests
+
+    plant(PoolState, "_divided", divided)
+
+
+def a_chunk_of_which_nothing_is_left_is_not_settled(plant):
+    def recalled(self, drone, returned, now):
+        do = self._do
+        self._do = lambda action: type(action) is SettleChunk or do(action)
+        right(self, drone, returned, now)
+        self._do = do
+
+    right = PoolState.recalled
+    plant(PoolState, "recalled", recalled)
+
+
 FAULTS = [
+    a_call_that_is_given_back_is_forgotten,
+    a_call_that_runs_is_given_away,
+    a_chunk_never_ends,
+    answered_calls_run_again,
+    all_calls_of_a_dead_drones_chunk_are_lost,
+    no_call_of_a_dead_drones_chunk_is_lost,
+    a_chunk_alone_is_not_recalled,
+    the_rest_of_a_cancelled_chunk_runs,
+    a_chunk_of_which_nothing_is_left_is_not_settled,
     a_drone_that_died_is_not_replaced,
     there_is_one_drone_too_many,
     a_failed_start_is_not_tried_again,

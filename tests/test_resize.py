@@ -56,7 +56,7 @@ def test_a_superfluous_drone_gives_back_what_it_has_not_begun_and_ends_after_the
     resize(dispatcher, 1)
     assert dispatcher.current_drones() == [stays]
     assert leaves.state is State.RETIRING and (RECALL, ()) in leaves.sent_to_it
-    dispatcher.requeue_returned(leaves, (second.number,))
+    dispatcher.requeue_returned(leaves, [(second.number, 0)])
     reactor.turn()
     assert second.handle is stays and len(stays.in_flight) == 3
     assert (STOP, ()) not in leaves.sent_to_it
