@@ -47,7 +47,6 @@ from polycephaly.pool.pool_state import (
     SettleChunk,
 )
 from polycephaly.pool.population import (
-    MAX_FAILED_STARTS,
     START_RETRY_SECONDS,
     STOP_GRACE_SECONDS,
     Close,
@@ -57,8 +56,11 @@ from polycephaly.pool.population import (
     Evacuate,
     Population,
     Recall,
+    ReportDeath,
     Start,
     Stop,
+    TryAgain,
+    TurnAgain,
 )
 from polycephaly.pool.queues import insert_in_order
 from polycephaly.pool.resources import Resources
@@ -71,12 +73,13 @@ from polycephaly.wire.placeholders import PayloadWithRefs
 EVENTS = 20
 SIZES = (("db", 2), ("gpu", 1))
 DELAY = 0.5
-FEW = 4  # in place of MAX_KILLED_STARTS
+FEW, SOME = 2, 3  # in place of MAX_FAILED_STARTS and MAX_KILLED_STARTS
 
 
 @pytest.fixture(autouse=True)
 def few_tries(monkeypatch):
-    monkeypatch.setattr(population, "MAX_KILLED_STARTS", FEW)
+    monkeypatch.setattr(population, "MAX_FAILED_STARTS", FEW)
+    monkeypatch.setattr(population, "MAX_KILLED_STARTS", SOME)
 
 
 class Settled:
@@ -184,11 +187,18 @@ class Walk:
         self.reports = []  # of drones that could not be started
         self.excused_until = 0.0  # as many drones as wanted need not be there
         self.is_calm = False  # nothing fails any more
+        # Of some pools, drones take long to start, or many cannot; and most die in one way.
+        self.is_troubled = not self.choose(3)
+        self.patience, self.luck = 1, 12
+        if self.is_troubled:
+            self.patience, self.luck = 2 + self.choose(3), [12, 3][self.choose(2)]
+        self.usual_status = [-9, -11, -15][self.choose(3)]
         self.was_complete = self.is_refreshing = self.has_begun = False
         self.bad_starts = self.too_large_in_a_row = 0
         self.terminated = self.calls_done = self.calls_before = 0
         self.was_ready, self.unprepared, self.stopped = set(), set(), {}
         self.is_broken = self.has_ended = False
+        self.told = set()  # kinds of actions, since this was cleared
         self.population.start_missing()
         if self.choose(4):
             self.is_calm = True
@@ -214,7 +224,8 @@ class Walk:
         raise AssertionError(f"{waiting} and {drones} never end")
 
     def outlive(self):
-        """What comes after the end changes nothing."""
+        """What comes after the end changes nothing. A thread may have seen the pool open before."""
+        self.state.inbound.append(FakeTask(next(self.numbers), self.functions[0]))
         self.population.ended()
         self.population.resize(self.size + 1, self.now)
         self.now += 2 * STOP_GRACE_SECONDS
@@ -249,15 +260,18 @@ class Walk:
         self.take_reports()
         self.look_at_timer()
         for drone in [*self.assignment.drones]:
-            if drone.state < State.READY and self.choose(3):
+            if drone.state < State.READY and not self.choose(self.patience):
                 self.bring_up(drone)
         acts = [self.submit] * 10 + [self.submit_chunk] * 4 + [self.answer] * 12
-        acts += [self.cancel, self.recall, self.die] * 2
-        acts += [self.pause, self.kill, self.retire, self.die] * 2
-        acts += [self.debug, self.lease, self.end_lease, self.end]
-        acts += [self.hang, self.resize, self.refresh] * 2 + [self.wait] * 4
-        acts += [self.find_inputs] * 2 + [self.pack, self.exceed_memory, self.keep_memory]
-        acts[self.choose(len(acts))]()
+        acts += [self.cancel, self.recall] * 2
+        acts += [self.pause, self.kill, self.retire] * 2 + [self.die] * 4
+        acts += [self.debug, self.lease, self.end_lease, self.end, self.find_inputs]
+        acts += [self.hang] * 2 + [self.wait] * 4
+        if self.is_troubled:
+            acts += [self.resize, self.refresh, self.compute_again, self.exceed_memory] * 2
+            acts += [self.pack, self.keep_memory]
+        for _ in range(1 if self.choose(4) else 2):  # in one turn
+            acts[self.choose(len(acts))]()
         self.assign()
         self.carry_out(self.choose(1 + len(self.actions)))
 
@@ -307,9 +321,13 @@ class Walk:
                     self.stopped[drone] = self.now
                 case Complete():
                     assert all(drone.pid for drone in self.assignment.drones)
+                    assert not self.waits_for_room()
                     self.was_complete, self.is_refreshing = True, False
                 case Close():
                     assert self.on_death == "end" and self.state.closing
+                    self.told.add(Close)
+                case TryAgain() | ReportDeath() | TurnAgain():
+                    self.told.add(type(action))
                 case Broken():
                     self.note_broken(new)
                 case EndPool():
@@ -436,7 +454,7 @@ class Walk:
         assert not self.state.closing or self.unsettled or self.sent, f"{name} is of no use"
         assert self.on_death != "end" or not self.has_begun, f"{name} is another lone one"
         assert name not in {each.name for each in current} and name == f"pool.{index}"
-        if not (self.is_calm or self.choose(12)):
+        if not (self.is_calm or self.choose(self.luck)):
             self.reports.append(self.start_error())
             return
         drone = DroneRecord(self.assignment, number, name)
@@ -454,10 +472,25 @@ class Walk:
         may_retry = any(drone.state is State.READY for drone in self.assignment.drones)
         if not may_retry and error.errno == errno.EAGAIN:
             self.bad_starts += 1
-            may_retry = self.bad_starts < MAX_FAILED_STARTS
+            may_retry = self.bad_starts < FEW
         self.excused_until = self.now + START_RETRY_SECONDS
+        may_retry = may_retry and self.was_complete
+        self.told.clear()
         self.population.start_failed(error, BrokenPipeError("no drone"), self.now)
-        self.breaks_if(not (may_retry and self.was_complete))
+        self.breaks_if(not may_retry)
+        assert (TryAgain in self.told) == may_retry
+
+    def waits_for_room(self):
+        is_lacking = len(self.population.current()) < self.population.wanted()
+        stopping = [each for each in self.assignment.drones if each.state is State.STOPPING]
+        return is_lacking and bool(stopping) and not self.can_start()
+
+    def check_complete(self):
+        """After events that may complete a refresh."""
+        self.note_actions()
+        drones = self.assignment.drones
+        if drones and all(drone.pid for drone in drones) and not self.waits_for_room():
+            assert not self.is_refreshing, "a refresh waits for ever"
 
     def breaks_if(self, is_reason):
         """By the event that was just over."""
@@ -473,17 +506,22 @@ class Walk:
 
     def bring_up(self, drone):
         """A drone starts, greets and is prepared; or it does not come that far, or fails."""
-        how = 9 if self.is_calm else self.choose(12)
+        how = 9 if self.is_calm else self.choose(self.luck + 3)
+        if how == 4:
+            if not self.choose(3):
+                drone.note_kill("", on_request=not self.choose(2))
+            self.die(drone)
+            return
         if drone.pid is None:
             if how == 0:
                 self.state.drone_ended(drone, LookupError(drone.name), self.now)
                 self.fail_to_start(self.start_error())
                 self.population.check_complete()
-                self.note_actions()
+                self.check_complete()
                 return
             drone.pid, self.has_begun = drone.number, True
             self.population.started()
-            self.note_actions()
+            self.check_complete()
             if how == 1:
                 return
         if drone.state is State.STARTING:
@@ -495,12 +533,15 @@ class Walk:
             self.unprepared.add(drone)
             self.bad_starts += 1
             self.population.not_prepared(drone, BrokenPipeError("initializer"), self.now)
-            self.breaks_if(self.bad_starts >= MAX_FAILED_STARTS or self.on_death != "replace")
+            self.breaks_if(self.bad_starts >= FEW or self.on_death != "replace")
+            assert drone.state is State.STOPPING
         else:
             self.bad_starts = 0
             self.was_ready.add(drone)
             self.population.prepared(drone, self.now)
             self.note_actions()
+            self.note_queued()
+            assert (drone.state is State.READY) != drone.retire_when_ready
 
     def submit(self):
         for _ in range(0 if self.state.closing else 1 + self.choose(3) ** 2):
@@ -521,7 +562,7 @@ class Walk:
             elif alive and not self.choose(6):
                 options["preferred_drone"] = alive[self.choose(len(alive))]
             if not self.choose(4):
-                options["timeout"] = 1.0
+                options["timeout"] = [0.3, 1.0][self.choose(2)]
             if not self.choose(3):
                 options["retries"] = 1 + self.choose(2)
                 options["retry"] = [None, True][self.choose(2)]
@@ -550,6 +591,15 @@ class Walk:
         self.assignment.enter_queue(task)
         self.state.arrived(task, self.now)
         self.note_queued()
+
+    def compute_again(self):
+        """A kept value is computed again, perhaps although the pool is closing."""
+        if not (self.state.abandoned or self.has_ended or self.on_death == "end"):
+            task = FakeTask(next(self.numbers), self.functions[0])
+            self.unsettled[task] = None
+            self.state.resumed(task, self.now)
+            self.move(task)
+            self.note_queued()
 
     def find_inputs(self):
         """The promises are settled for which a task waits."""
@@ -611,9 +661,12 @@ class Walk:
         self.answered(drone)
 
     def answered(self, drone):
+        was_ready, is_last = drone.state is State.READY, len(drone.in_flight) <= 1
+        is_last = is_last and drone.tasks_left(self.max_tasks) <= 0
         self.population.answered(drone, self.now)
         self.note_actions()
         self.note_queued()
+        assert not was_ready or (drone.state is State.READY) != is_last
 
     def ready(self, drone):
         """The numbers of the tasks that can end: not those that ignore an interrupt, nor what waits
@@ -699,7 +752,8 @@ class Walk:
             self.places = {task: self.places[task] for task in self.places if task not in begun}
             self.dead = drone
             self.move(*drone.preferred)
-            status = -9 if drone.is_killed else [-9, -11, -15][self.choose(3)]
+            status = [self.usual_status, -9, -11, -15][max(0, self.choose(6) - 2)]
+            status = -9 if drone.is_killed else status
             running = None if fates.running is None else "a call"
             error = DroneDied(drone.name, exitcode=status, running=running)
             self.state.drone_died(drone, fates, error, self.now)
@@ -710,7 +764,7 @@ class Walk:
             if before <= State.RETIRING:
                 self.die_unasked(drone, before, error)
             self.population.ended()
-            self.note_actions()
+            self.check_complete()
 
     def die_unasked(self, drone, before, error):
         status, is_lone = error.exitcode, self.on_death == "end"
@@ -722,17 +776,22 @@ class Walk:
             if self.calls_done != self.calls_before:
                 self.terminated, self.calls_before = 0, self.calls_done
             self.terminated += 1
-            breaks = self.terminated >= FEW
+            breaks = self.terminated >= SOME
         elif is_start:
             self.bad_starts += 1
             by_others = status == -9 and (drone.killed_on_request or not drone.is_killed)
-            limit = FEW if by_others else MAX_FAILED_STARTS
+            limit = SOME if by_others else FEW
             breaks = self.bad_starts >= limit or self.on_death != "replace"
         else:
             breaks = False
         errors = error, BrokenPipeError("unready"), BrokenPipeError("terminated")
+        is_terminated = status == -15 and not is_lone and not drone.tasks_done
+        self.told.clear()
         self.population.died(drone, Death(before, *errors, self.calls_done), self.now)
         self.breaks_if(breaks)
+        assert breaks or (Close in self.told) == is_lone
+        if not (breaks or is_start or is_lone) or (is_terminated and self.on_death == "replace"):
+            assert ReportDeath in self.told
 
     def lease(self):
         def may_lease(task):
@@ -776,7 +835,7 @@ class Walk:
 
     def wait(self):
         self.note_actions()
-        self.now += DELAY * (1 + self.choose(4)) / 4
+        self.now += DELAY * (1 + self.choose(8)) / 4
         self.stuck.clear()  # no turn was taken meanwhile, and what is due comes late
         self.look_at_timer()
 
@@ -816,9 +875,13 @@ class Walk:
     def retire(self):
         drones = self.assignment.drones
         if drones and self.on_death != "end":
-            self.population.retire(drones[self.choose(len(drones))], self.now)
+            drone = drones[self.choose(len(drones))]
+            has_own, was_ready = self.waiting_for(drone), drone in self.was_ready
+            self.population.retire(drone, self.now)
             self.note_actions()
             self.note_queued()
+            stays = has_own and not was_ready and drone not in self.unprepared
+            assert drone.state > State.READY or (stays and drone.retire_when_ready)
 
     def resize(self):
         if not self.state.closing and self.on_death != "end":
@@ -852,7 +915,8 @@ class Walk:
             elif not (drone.in_flight or drone.tasks_done or drone.is_killed):
                 self.too_large_in_a_row += 1
                 self.population.too_large(drone, "too large", BrokenPipeError("memory"), self.now)
-                self.breaks_if(self.too_large_in_a_row >= MAX_FAILED_STARTS)
+                self.breaks_if(self.too_large_in_a_row >= FEW)
+                assert drone.is_killed
 
     def keep_memory(self):
         self.too_large_in_a_row = 0
@@ -906,10 +970,23 @@ class Walk:
         self.check_that_none_waits_in_vain()
         self.check_that_none_is_stuck()
         if self.state.closing and not self.has_ended:
-            self.population.end_if_done(self.now)
-            self.note_actions()
-            self.state.validate()
+            self.end_if_done()
         self.check_population()
+
+    def end_if_done(self):
+        self.told.clear()
+        self.population.end_if_done(self.now)
+        self.note_actions()
+        self.state.validate()
+        if self.state.abandoned:
+            return
+        drones = self.assignment.drones
+        if not (self.unsettled or self.sent):
+            assert all(drone.state >= State.STOPPING or drone.packing for drone in drones)
+        elif not self.state.needs_drones():
+            assert TurnAgain in self.told
+        elif self.can_start() and not (self.reports or self.now < self.excused_until):
+            assert drones or self.on_death == "end", "no drone is there for what is left"
 
     def waiting_for(self, drone):
         """The tasks that this drone has yet to get."""
@@ -929,8 +1006,13 @@ class Walk:
                 assert not self.is_refreshing, "a refresh waits for ever"
         for drone in drones:
             assert drone.is_killed or not state.abandoned, f"{drone.name} lives on"
-            last = drone.in_flight or drone.packing or self.waiting_for(drone)
-            assert last or drone.state is not State.RETIRING, f"{drone.name} retires for ever"
+            if drone.state is State.RETIRING:
+                last = drone.in_flight or drone.packing or self.waiting_for(drone)
+                assert last, f"{drone.name} retires for ever"
+                others = [task for task in [*drone.in_flight.values()][1:] if task.target is None]
+                assert not others or drone in self.recalled, (
+                    f"{drone.name} keeps what others can do"
+                )
             if drone.state is State.READY and not drone.in_flight:
                 assert drone.tasks_left(self.max_tasks) > 0, f"{drone.name} has had all its tasks"
             if drone.state is State.STOPPING and not drone.is_killed:
@@ -955,6 +1037,7 @@ class Walk:
             return
         if reason in ("", "too large"):
             is_idle = not drone.in_flight and (reason or drone not in self.was_ready)
+            is_idle = is_idle and (reason or not self.waiting_for(drone))
             assert is_idle or self.state.abandoned, f"{drone.name} is killed"
             return
         stopped = [task for task in drone.in_flight.values() if task in self.interrupted]

@@ -259,7 +259,6 @@ class Population:
         """Stop a drone on which the initializer or a push has failed, with `error` if that breaks
         the pool.
         """
-        self._has_begun = True  # the report of that may come later
         self._count_failed_start(error, MAX_FAILED_STARTS, now)
         # Only after the count: if that breaks the pool, which kills the drone, a thread that
         # gives a lone drone a task is told the reason.
