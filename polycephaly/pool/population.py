@@ -311,7 +311,7 @@ class Population:
         """Send `drone` no new tasks, and stop it when its dedicated tasks are done."""
         if drone.state is State.READY:
             drone.become(State.RETIRING)
-            if drone.has_calls_behind_one():
+            if len(drone.in_flight) > 1 or drone.has_calls_behind_one():
                 self._do(Recall(drone))
             self._do(Evacuate(drone))
             self._tasks.drone_retires(drone, now)
