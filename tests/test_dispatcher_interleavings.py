@@ -90,6 +90,19 @@ def test_each_part_of_a_chunk_has_a_span_of_its_own(reactor):
     assert [(span.item, span.calls) for span in spans] == [(10, 1), (11, 1), (12, 1)]
 
 
+def test_what_a_dead_drone_has_kept_of_a_chunk_is_given_once(reactor):
+    """Answers are kept in its page some at a time, and then sent together."""
+    dispatcher = dispatcher_of(reactor, 1)
+    [handle] = dispatcher.handles
+    chunk = give_chunk(dispatcher, brief, "abcdef")
+    for first, values in ((0, "ab"), (2, "c"), (0, "abcd"), (1, "bcde"), (0, "abcde")):
+        answer(handle, chunk.number, first, [*values])
+    reactor.turn()
+    given = [value for part in chunk.parts for value in part.answers]
+    assert given == [*"abcde"] and [part.item for part in chunk.parts] == [10, 12, 13, 14]
+    assert chunk.calls_left == 1
+
+
 @pytest.mark.parametrize(
     ("first", "count", "returned"), [(1, 1, 0), (0, 4, 0), (0, 0, 4), (0, 2, 2)]
 )

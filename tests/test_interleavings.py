@@ -422,6 +422,7 @@ def test_answers_are_kept_after_half_a_millisecond_and_sent_if_they_are_large(st
     run = ChunkRun(7, payload, lambda fresh: slow_or_large, dumps, nothing, keep, Sigterm())
     run.run()
     assert kept == [(False, 3), (True, 3)]
+    assert run.copy_done().values == [6, 7] and run.copy_done() is None
 
 
 def test_the_time_of_a_long_call_goes_on_while_nothing_is_done(stopped_clock):

@@ -709,7 +709,7 @@ class Walk:
             returned = [(number, 0) for number in numbers]
             head = next(iter(drone.in_flight.values()), None)
             if isinstance(head, Chunk) and head.is_divisible:
-                calls = self.choose(head.calls_left)  # but for the one that runs
+                calls = head.calls_left - 1  # but for the one that runs
                 returned[:0] = [(head.number, calls)] if calls else []
             for task in back:
                 del self.sent[task]

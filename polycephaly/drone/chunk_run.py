@@ -4,11 +4,11 @@
       └──either thread: pop, from the end──> given back, if the controller recalls them
 
 Calls are marked in the status page before they begin, in *runs* of some hundred microseconds, or of
-one longer call. After a run, if `KEEP_SECONDS` are over, the answers are put into the
-result buffer, from where they reach the controller even if the drone dies. They are sent when the
-chunk ends, or, while it goes on, when they are large or the last ones were sent `FLUSH_SECONDS`
-before. So that no result waits for a long call behind it, the control thread sends what is done if
-a run takes long. It also has the main thread *slow down*: what is left are runs of one call.
+one longer call. After a run, if `KEEP_SECONDS` are over, the answers are copied into the status
+page, from where they reach the controller if the drone dies. They are sent together when the chunk
+ends, or, while it goes on, when they are large or the last ones were sent `FLUSH_SECONDS` before.
+So that no result waits for a long call behind it, the control thread sends what is done if a run
+takes long. It also has the main thread *slow down*: what is left are runs of one call.
 
 `calls` is a deque, and each of its two ends has one taker, so a call is either run or given back.
 What is sent is taken from the beginning of `done`, while holding `socket_lock`; only the main
@@ -44,15 +44,18 @@ from ..wire.main_names import MainSnapshot
 from ..wire.map_chunks import ITEMS, MIN_SEPARATE_LENGTH, PICKLED, Packed, unpack_calls
 from ..wire.pickling import capture_builtins
 from ..wire.shareable import BATCHED_TYPES, ITEM_BYTES, SMALL_TYPES, check_of
+from ..wire.status_page import PAGE_BYTES
 from .sigterm import Sigterm
 
 MAX_ANSWER_BYTES = 256 * 1024
 """Bytes of answers after which they are sent."""
 RUN_SECONDS = 0.0001
 """Time of calls that are marked together: to mark them, and look at the time, takes 0.5 µs."""
+MAX_KEPT_BYTES = PAGE_BYTES // 2
 KEEP_SECONDS = 0.0005
-"""Time after which answers are to outlive the drone: a death costs no more calls than that."""
-FLUSH_SECONDS = 0.01
+"""Time after which answers are to outlive the drone: a death costs no more calls than that, unless
+the page has no room for the answers."""
+FLUSH_SECONDS = 0.02
 """Time that an answer may wait in a chunk for others to be sent with."""
 
 
@@ -115,6 +118,7 @@ class ChunkRun:
         self._begun = 0  # calls that have begun, with all of the last run
         self._keep_at = self._started + KEEP_SECONDS
         self._bytes = 0  # of `done`
+        self._kept = 0  # how many of `done` `copy_done` has returned
         self._misses = 0.0
 
     def run(self) -> None:
@@ -324,8 +328,22 @@ class ChunkRun:
         if count:
             del self.done[:count]
             self.answered += count
-            self._bytes, self._started = 0, now
+            self._kept, self._bytes, self._started = 0, 0, now
         return part
+
+    def copy_done(self) -> Part | None:
+        """Return the answers that are to be kept: those that were not returned before, and not
+        sent. None if there are none, or too many for the page.
+        """
+        kept, values = self._kept, self.done[self._kept :]
+        if not values or self._bytes > MAX_KEPT_BYTES:
+            return None
+        self._kept += len(values)
+        return Part(self.answered + kept, values, self._packed, self._started, monotonic())
+
+    def keep_no_more(self) -> None:
+        """Have nothing kept until the next answers are sent: the page is full."""
+        self._bytes = MAX_KEPT_BYTES + 1
 
     def give_back(self, *, even_if_whole: bool = False) -> int:
         """Take away the calls that were not begun, unless the chunk is to be run as a whole, and

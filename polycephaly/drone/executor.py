@@ -382,16 +382,21 @@ class DroneExecutor:
         run = self._chunk
         assert run is not None
         self._current = 0
-        with self.socket_lock:  # so that the control thread does not send what comes later before
-            part, kept = run.take_done(), True
-            if part.values:  # else the control thread has just sent them
-                head, answers = self._pack_answers(part, None)
-                kept = self._outcomes.add(
-                    run.number, ANSWERS, part.started, part.finished, answers, head
-                )
-        if must_send or not kept or part.finished - self._last_flush > FLUSH_SECONDS:
+        if must_send or monotonic() - self._last_flush > FLUSH_SECONDS:
+            with self.socket_lock:
+                self._send_outcomes()
+                self._send_done(run)
             self._flush()
             self._receive(wait=False)
+        else:
+            with self.socket_lock:
+                part = run.copy_done()
+                if part is not None:
+                    head, answers = self._pack_answers(part, None)
+                    if not self._outcomes.keep(
+                        run.number, ANSWERS, part.started, part.finished, answers, head
+                    ):
+                        run.keep_no_more()
         self._current = run.number
         self._raise_if_interrupted(run.number)
 
@@ -414,15 +419,21 @@ class DroneExecutor:
         run = self._chunk
         if run is not None:
             run.slow_down()
-            part = run.take_done()
-            if part.values:
-                head, answers = self._pack_answers(part, None)
-                # Before the answers, which may contain these handles.
-                kept_values = self._outcomes.kept_value_entries(run.number)
-                entry, large = self._outcomes.entry(
-                    run.number, ANSWERS, part.started, part.finished, answers, head
-                )
-                self._send(pack_outcomes([*kept_values, entry], large))
+            self._send_done(run)
+
+    def _send_done(self, run: ChunkRun) -> None:
+        """Send what is done of a chunk that goes on. Called by either thread, holding
+        `socket_lock`.
+        """
+        part = run.take_done()
+        if part.values:
+            head, answers = self._pack_answers(part, None)
+            # Before the answers, which may contain these handles.
+            kept_values = self._outcomes.kept_value_entries(run.number)
+            entry, large = self._outcomes.entry(
+                run.number, ANSWERS, part.started, part.finished, answers, head
+            )
+            self._send(pack_outcomes([*kept_values, entry], large))
 
     def _start_overlapped(self, task: ReceivedTask) -> None:
         """Start a task that runs beside others."""

@@ -178,6 +178,24 @@ class ResultBuffer:
         self._entries.append((entry, large))
         return self._save(entry, not (large or new_handles))
 
+    def keep(
+        self,
+        number: int,
+        status: int,
+        started: float,
+        finished: float,
+        payload: bytes | Serialized,
+        head: bytes,
+    ) -> bool:
+        """Have answers of a chunk that goes on outlive this drone, which are sent later together
+        with others. Return False if they do not: they are large, or have handles that must be
+        reported first.
+        """
+        if not isinstance(payload, bytes) or self._drone_store.unreported or self._has_ends:
+            return False
+        entry = pack_outcome(number, status, started, finished, head + payload, b"")
+        return self._status_page.keep(entry)
+
     def _save(self, entry: bytes, may_save: bool) -> bool:
         return may_save and self._status_page.keep(entry)
 

@@ -260,6 +260,8 @@ class _ReceivedPart(NamedTuple):
     chunk: Chunk
     item: int
     calls: int
+    known: int
+    """How many answers of the payload have come before."""
     payload: Any
     times: Answer
     remote_objects: Any
@@ -287,16 +289,20 @@ def _receive_part(
             f"drone {handle.name} answered the calls {first} to {first + count} of the "
             f"{chunk.count} calls of task {number}"
         )
-    if first < chunk.answered or not count:
+    # The rest of what has come before may have come with it: from the page of a dead drone.
+    known = chunk.answered - first
+    count -= known
+    if count <= 0:
         return None
     sent = 0 if first else chunk.definition_bytes + sent_bytes(chunk.payload)
     offset = handle.clock_offset
     times = Answer(started - offset, finished - offset, received, sent, len(payload))
     chunk.definition.record_duration(finished - started, count)
     is_last = handle.note_answers(chunk, count, failed)
-    item = chunk.first_item + first
+    item = chunk.first_item + first + known
     # The objects stay with the chunk, too: their report may have come with an earlier part.
-    return _ReceivedPart(chunk, item, count, payload, times, chunk.answer_objects, is_last)
+    objects = chunk.answer_objects
+    return _ReceivedPart(chunk, item, count, known, payload, times, objects, is_last)
 
 
 def _record_parts(
@@ -362,11 +368,13 @@ def _give(parts: Iterable[_ReceivedPart]) -> None:
     """Give answers to the consumers of their maps. Each of them opens the values that run code of
     users.
     """
-    for chunk, item, _, payload, times, remote_objects, is_last in parts:
+    for chunk, item, _, known, payload, times, remote_objects, is_last in parts:
         failure: BaseException | None = None
         try:
             answers = Answers(payload)
             answers.remote_objects = remote_objects
+            if known:
+                answers.drop(known)
             chunk.give(Part(item, answers, times))
         except BaseException as error:
             failure = error.with_traceback(skip_own_frames(error.__traceback__))

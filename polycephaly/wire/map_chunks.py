@@ -152,6 +152,11 @@ class Answers:
                 for index, value in zip(indices, instances, strict=True):
                     self.values[index] = value
 
+    def drop(self, count: int) -> None:
+        """Drop the first `count` answers, which have come before."""
+        self.values = self.values[count:]
+        self._parts = {at - count: each for at, each in self._parts.items() if at >= count}
+
     def __len__(self) -> int:
         return len(self.values)
 
