@@ -484,8 +484,14 @@ def _psycopg(place: Path) -> Use:
 def _requests(place: Path) -> Use:
     import requests
 
-    port = _serve_files(place)
-    return lambda: len(requests.get(f"http://127.0.0.1:{port}/file", timeout=10).content)
+    url = f"http://127.0.0.1:{_serve_files(place)}/file"
+
+    def get() -> int:
+        with requests.Session() as session:
+            session.trust_env = False  # no proxy
+            return len(session.get(url, timeout=10).content)
+
+    return get
 
 
 @case("httpx", "httpx")

@@ -1203,6 +1203,7 @@ def test_in_orders_that_are_made_shorter_where_one_fails(data):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # on a machine with other work, too
 @given(st.data())
 @settings(max_examples=2000, deadline=None, suppress_health_check=[*HealthCheck])
 def test_in_many_orders_that_are_made_shorter_where_one_fails(data):
@@ -1210,6 +1211,7 @@ def test_in_many_orders_that_are_made_shorter_where_one_fails(data):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # on a machine with other work, too
 def test_in_very_many_orders_of_events_each_task_is_sent_once():
     walk(range(10_000, 30_000))
 
