@@ -27,9 +27,7 @@ LARGE = 300_000
 def note(path, i):
     append(path, str(i))
     if i % 10 == 7:
-        time.sleep(
-            0.012
-        )  # longer than a drone's control thread waits, so that it sends, and cuts chunks
+        time.sleep(0.012)  # longer than a drone's control thread waits, so that it sends
     return i
 
 
@@ -70,12 +68,14 @@ def of_all_kinds(pool, path):
 
 
 def mapped(pool, path, numbers):
-    """What came of a map, and whether a death broke it off. It goes in chunks, however slow this
-    machine is."""
+    """What came of a map, and whether a death broke it off. It goes in large chunks, of an input
+    without a length, however slow this machine is: so one is divided while the other drone is idle.
+    """
     got = []
     try:
         with mock.patch("polycephaly.pool.map_source.CHUNK_SECONDS", 1.0):
-            for value in pool.map(functools.partial(note, path), numbers, timeout=PATIENCE):
+            fn = functools.partial(note, path)
+            for value in pool.map(fn, iter(numbers), timeout=PATIENCE):
                 got.append(value)
     except poly.DroneDied:
         return got, True
