@@ -55,6 +55,10 @@ MAX_KEPT_BYTES = PAGE_BYTES // 2
 KEEP_SECONDS = 0.0005
 """Time after which answers are to outlive the drone: a death costs no more calls than that, unless
 the page has no room for the answers."""
+MANY_CALLS = 16
+BRIEF_KEEP_SECONDS = 0.004
+"""The same if that were more than `MANY_CALLS`: to copy the answers of so short calls that often
+takes up to a fifth of their time."""
 FLUSH_SECONDS = 0.02
 """Time that an answer may wait in a chunk for others to be sent with."""
 
@@ -146,7 +150,9 @@ class ChunkRun:
             return False
         now = monotonic()
         if now > self._keep_at and self.done:
-            self._keep_done(False)
+            is_brief = len(self.done) - self._kept > MANY_CALLS
+            if not is_brief or now > self._keep_at + BRIEF_KEEP_SECONDS - KEEP_SECONDS:
+                self._keep_done(False)
         seconds, self._run_began = now - self._run_began, monotonic()
         if seconds < RUN_SECONDS:
             self._run_length *= 2

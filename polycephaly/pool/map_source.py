@@ -68,6 +68,12 @@ the drones if they use all cores.
 """
 LARGE_CHUNK_SECONDS = 0.04
 """The same while much is left of an input whose length is known."""
+BRIEF_CALL_SECONDS = 30e-6
+BRIEF_CHUNK_SECONDS = 0.004
+"""The same for calls shorter than that, of which the drones do as many as the controller can send
+and take: that begins with the results of the first chunks."""
+EVEN_SECONDS = 0.004
+"""Seconds of calls in chunks that need not get smaller, so that the drones end at the same time."""
 SLOW_INPUT_SECONDS = 0.004
 """Time that a chunk may wait for its inputs."""
 MAX_CALL_SECONDS = CHUNK_SECONDS / 2
@@ -329,9 +335,12 @@ class Source:
         rest = self._sized_rows if self._range is None else self._range[: sys.maxsize]
         rows_left = length_hint(rest, 0)
         if rows_left:  # so that the drones end at the same time
-            part = -(-rows_left // (2 * self.dispatcher.size))
+            share = -(-rows_left // self.dispatcher.size)
+            part = max(-(-share // 2), min(share, int(EVEN_SECONDS / seconds)))
             best = min(best, max(part, int(MIN_CHUNK_SECONDS / seconds)))
         limit = LARGE_CHUNK_SECONDS if rows_left else CHUNK_SECONDS
+        if seconds < BRIEF_CALL_SECONDS:
+            limit = BRIEF_CHUNK_SECONDS
         return max(1, min(best, int(limit / seconds)))
 
     def _make_task(self, max_calls: int) -> Task | None:
