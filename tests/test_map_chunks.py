@@ -2031,9 +2031,12 @@ def test_one_slow_report_does_not_make_the_next_chunks_small():
 def test_the_last_calls_are_divided_among_the_drones_unless_that_costs_more_than_they_do():
     source = Source(dispatcher_of(FakeReactor(), 4), TaskOptions(), echo, [list(range(100))])
     source._definition.seconds = 1e-4
+    assert source.best_size() == 25  # a quarter: less than four milliseconds
+    source._definition.seconds = 1e-3
     assert source.best_size() == 13  # an eighth, so that half of them is left to even things out
+    source._definition.seconds = 1e-4
     source._rows, source._sized_rows = iter(()), iter(range(16))
-    assert source.best_size() == 2
+    assert source.best_size() == 4
     source._definition.seconds = 1e-6
     assert source.best_size() >= 16
 
