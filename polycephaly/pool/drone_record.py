@@ -199,9 +199,9 @@ class DroneRecord:
         sending = chunk.sending
         assert sending is not None
         if sending.estimate > 0:
-            share = sending.estimate * calls / chunk.count
-            sending.estimate -= share
-            self.load -= share
+            left = sending.estimate * (chunk.count - calls) / chunk.count  # never below 0
+            self.load -= sending.estimate - left
+            sending.estimate = left
         self.changed()
         return chunk.take_rest(calls)
 
