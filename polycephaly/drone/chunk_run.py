@@ -10,9 +10,9 @@ ends, or, while it goes on, when they are large or the last ones were sent `FLUS
 So that no result waits for a long call behind it, the control thread sends what is done if a run
 takes long. It also has the main thread *slow down*: what is left are runs of one call.
 
-`calls` is a deque, and each of its two ends has one taker, so a call is either run or given back.
-What is sent is taken from the beginning of `done`, while holding `socket_lock`; only the main
-thread adds to its end.
+`calls` is a deque. The main thread takes from its beginning to run, all others from its end to give
+back, and each step is atomic: so a call is either run or given back. What is sent is taken from the
+beginning of `done`, while holding `socket_lock`; only the main thread adds to its end.
 """
 
 from __future__ import annotations
@@ -357,8 +357,7 @@ class ChunkRun:
         """
         if self._is_whole and not even_if_whole:
             return 0
-        given = len(_drain(self.calls)) + len(self._stopped)
-        self._stopped.clear()
+        given = len(_drain(self.calls)) + len(_drain(self._stopped))
         self._count -= given
         return given
 
