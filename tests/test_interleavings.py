@@ -287,7 +287,7 @@ def end_of(run):
     told, sent = [], []
 
     class Runner(SimpleNamespace):
-        _pack_answers = DroneExecutor._pack_answers
+        _outcome_of = DroneExecutor._outcome_of
 
     runner = Runner(
         socket_lock=threading.Lock(), _chunk=run, _store=None, _send=sent.append,

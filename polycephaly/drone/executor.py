@@ -366,13 +366,16 @@ class DroneExecutor:
                 self._send(pack_returned([(run.number, rest)]))
         if not part.values and error is None:  # the last ones were sent, or none was run
             return True
-        head, answers = self._pack_answers(part, error)
-        return self._outcomes.add(run.number, ANSWERS, part.started, part.finished, answers, head)
+        return self._outcomes.add(*self._outcome_of(run, part, error))
 
-    def _pack_answers(self, part: Part, error: bytes | None) -> tuple[bytes, bytes | Serialized]:
+    def _outcome_of(
+        self, run: ChunkRun, part: Part, error: bytes | None = None
+    ) -> tuple[int, int, float, float, bytes | Serialized, bytes]:
+        """Return some answers of a chunk, and the error behind them, as `ResultBuffer` takes it."""
         failed = error is not None
         head = answers_head(part.first, len(part.values) + failed, failed)
-        return head, pack_answers(part.values, part.packed, error, self._store)
+        answers = pack_answers(part.values, part.packed, error, self._store)
+        return run.number, ANSWERS, part.started, part.finished, answers, head
 
     def _keep_answers(self, must_send: bool) -> None:
         """Have what is done of the chunk that runs outlive this drone; if it is time, or must be,
@@ -383,20 +386,13 @@ class DroneExecutor:
         assert run is not None
         self._current = 0
         if must_send or monotonic() - self._last_flush > FLUSH_SECONDS:
-            with self.socket_lock:
-                self._send_outcomes()
-                self._send_done(run)
             self._flush()
             self._receive(wait=False)
         else:
             with self.socket_lock:
                 part = run.copy_done()
-                if part is not None:
-                    head, answers = self._pack_answers(part, None)
-                    if not self._outcomes.keep(
-                        run.number, ANSWERS, part.started, part.finished, answers, head
-                    ):
-                        run.keep_no_more()
+                if part is not None and not self._outcomes.keep(*self._outcome_of(run, part)):
+                    run.keep_no_more()
         self._current = run.number
         self._raise_if_interrupted(run.number)
 
@@ -427,12 +423,10 @@ class DroneExecutor:
         """
         part = run.take_done()
         if part.values:
-            head, answers = self._pack_answers(part, None)
+            outcome = self._outcome_of(run, part)
             # Before the answers, which may contain these handles.
             kept_values = self._outcomes.kept_value_entries(run.number)
-            entry, large = self._outcomes.entry(
-                run.number, ANSWERS, part.started, part.finished, answers, head
-            )
+            entry, large = self._outcomes.entry(*outcome)
             self._send(pack_outcomes([*kept_values, entry], large))
 
     def _start_overlapped(self, task: ReceivedTask) -> None:
@@ -479,6 +473,8 @@ class DroneExecutor:
     def _flush(self) -> None:
         with self.socket_lock:
             self._send_outcomes()
+            if self._chunk is not None:
+                self._send_done(self._chunk)
             self._last_flush = monotonic()
             # With overlapped tasks, `_last_done` is the last task before them.
             self._status_page.mark_all_answered(self._last_done)
@@ -664,7 +660,7 @@ class DroneExecutor:
     @property
     def current(self) -> int:
         """The number of the running task; 0: none; negative: between tasks that came together.
-        Another value after each call, but for those of a chunk that are not marked.
+        Another value after each call; of a chunk, after each run of calls.
         """
         if self._current:
             return self._current + (self._status_page.call << 64)

@@ -460,16 +460,13 @@ class Ordered:
         return self._tasks[0] if self._tasks else None
 
     def _forget(self, task: Task) -> None:
-        if isinstance(task, Chunk):  # lost: its rests are to be cancelled with all others
-            self._insert_rests(task)
-        self._tasks.popleft()
-
-    def _insert_rests(self, chunk: Chunk) -> None:
-        """Insert the rests of the first chunk, before that is removed, so that a Ctrl-C in between
-        finds them.
+        """Remove the first task. The rests of a chunk take its place: to be taken, or, if it is
+        lost, to be cancelled with all others. They come first, so that a Ctrl-C finds them.
         """
-        for each in reversed(chunk.rests):
-            self._tasks.insert(1, each)
+        if isinstance(task, Chunk):
+            for each in reversed(task.rests):
+                self._tasks.insert(1, each)
+        self._tasks.popleft()
 
     def _taken_part(self, task: Chunk) -> Taken:
         part = task.parts.popleft()
@@ -502,8 +499,7 @@ class Ordered:
             arrival = task.next_arrival()
             if arrival is not None or not task.is_read():
                 return arrival
-            self._insert_rests(task)
-            self._tasks.popleft()
+            self._forget(task)
         return None
 
     @property
