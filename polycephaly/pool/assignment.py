@@ -199,7 +199,7 @@ class Assignment:
         changed, max_tasks = self.changed, self._max_tasks
         while changed:
             drone = changed.pop()
-            in_flight, preferred = drone.in_flight, drone.preferred
+            in_flight = drone.in_flight
             takes = drone.can_take() and (max_tasks is None or drone.tasks_left(max_tasks) > 0)
             place = None if not takes else self.partly_busy if in_flight else self.idle
             before = drone.listed_in
@@ -218,15 +218,15 @@ class Assignment:
                 self.crowded.add(drone)
             elif self.crowded:
                 self.crowded.discard(drone)
-            if preferred:
+            if drone.preferred:
                 self.preferring.add(drone)
             elif self.preferring:
                 self.preferring.discard(drone)
-            if (preferred and takes) or (drone.dedicated and drone.can_take(dedicated=True)):
+            if (takes and drone.preferred) or (drone.dedicated and drone.can_take(dedicated=True)):
                 self.with_own.add(drone)
 
     def is_any_idle(self) -> bool:
-        return bool(self.idle) and not self._is_blocked()
+        return bool(self.idle) and not (self.runs_one_at_a_time and self.busy)
 
     def could_overlap(self) -> bool:
         """Return whether a drone could take one more task beside those that it overlaps. False if
@@ -274,6 +274,8 @@ class Assignment:
                     if send is not None:
                         is_any_sent = True
                         yield send
+                        if not queue:
+                            break
                     elif drone.load and queue and not queue[0].definition.overlaps:
                         break  # the others have more to do, and would not take it either
                 if not is_any_sent:
@@ -357,7 +359,9 @@ class Assignment:
         return drone
 
     def _limit(self, drone: DroneRecord, share: int) -> int:
-        return min(share, _MAX_BATCH_TASKS, drone.tasks_left(self._max_tasks))
+        limit = share if share < _MAX_BATCH_TASKS else _MAX_BATCH_TASKS
+        max_tasks = self._max_tasks
+        return limit if max_tasks is None else min(limit, drone.tasks_left(max_tasks))
 
     def choose(self, drone: DroneRecord, queue: deque[Task], limit: int, now: float) -> Send | None:
         """Move tasks that fit the current load of `drone` from the head of `queue` into its flight,

@@ -161,15 +161,14 @@ class DroneRecord:
 
     def has_calls_behind_one(self) -> bool:
         """Return whether calls wait behind the one that runs that another drone could run."""
-        waiting = len(self.in_flight) - self.overlapping
-        if waiting > 1:
-            tasks = self.in_flight.values()
-            last = next(reversed(tasks))
-            return last.target is None or any(task.target is None for task in [*tasks][1:])
-        if not waiting:
+        tasks = self.in_flight.values()
+        if len(tasks) == 1:
+            [task] = tasks
+            return task.is_divisible and task.calls_left > 1
+        if len(tasks) - self.overlapping <= 1:
             return False
-        task = next(iter(self.in_flight.values()))
-        return task.is_divisible and task.calls_left > 1
+        last = next(reversed(tasks))
+        return last.target is None or any(task.target is None for task in [*tasks][1:])
 
     def tasks_left(self, max_tasks: int | None) -> int:
         """Return how many more tasks the drone may be sent until it has had `max_tasks`. There is
