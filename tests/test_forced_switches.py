@@ -372,7 +372,7 @@ def falls_asleep(loop):
     def turn():
         with loop._lock:
             loop._asleep = True
-            if loop._has_anything_to_do():
+            if loop._inbox or loop._turn_requested:
                 loop._asleep = False
         loop._sleep()
 

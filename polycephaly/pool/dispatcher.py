@@ -284,14 +284,14 @@ class Dispatcher(DispatcherBase):
         is_plain = has_no_options or not (task.target or task.priority or task.resources)
         if is_plain and type(task.payload) is not PayloadWithRefs:
             self.inbound.append(task)
+            if self.wants_tasks:  # else an answer makes room, and wakes the loop
+                self.reactor.request_turn()
         else:
             # First, so that the loop does not take it for one that just goes to the end.
             self._special.append(None)
             task.is_special = True
             self.inbound.append(task)
-            self.needs_dispatch = True
-        if self.wants_tasks or self.needs_dispatch:  # else an answer makes room, and wakes it
-            self.reactor.wake()
+            self.reactor.request_turn()  # it may be sent although no drone is idle
         if self.has_ended:
             self.reject_unsettled()
 
@@ -500,9 +500,8 @@ class Dispatcher(DispatcherBase):
 
     def take_turn(self, now: float) -> None:
         assignment = self.assignment
-        if self.inbound or self.needs_dispatch:
-            self.needs_dispatch = False
-            self.queue_inbound()  # after that: a caller appends, and then sets the flag
+        if self.inbound:
+            self.queue_inbound()
         if assignment.changed:
             assignment.update()
         if assignment.queue or assignment.with_own or assignment.resources.queues:
@@ -520,7 +519,11 @@ class Dispatcher(DispatcherBase):
         if assignment.changed:
             assignment.update()
         idle = assignment.is_any_idle()
-        self.wants_tasks = idle or (self.config.width > 1 and assignment.could_overlap())
+        self.wants_tasks = idle or (self.width > 1 and assignment.could_overlap())
+        # No task is left behind: a caller appends it, and then reads `wants_tasks`, which is set
+        # here before the inbox is looked at. So one of the two sees the other.
+        if self.wants_tasks and self.inbound:
+            self.reactor.request_turn()
         if idle and not assignment.queue:
             if assignment.crowded:
                 self.state.turn_over(self.reactor.timers.now())  # the turn may have taken long
@@ -618,8 +621,6 @@ class Dispatcher(DispatcherBase):
 
     def withdraw(self, task: Task) -> None:
         """Stop `task`, whose promise was cancelled."""
-        if self.inbound:  # a Ctrl-C in `_enqueue` may have left it there without this flag
-            self.needs_dispatch = True
         if not task.is_withdrawn:
             task.is_withdrawn = True
             self.tasks_cancelled += task.calls_left
@@ -739,8 +740,6 @@ class Dispatcher(DispatcherBase):
             self.settle_signal(adopted)
 
     def _close(self, cancel: bool, running: bool) -> None:
-        # A Ctrl-C in `_enqueue` may have left an inbound task without this flag.
-        self.needs_dispatch = True
         begun = {n for each in self.handles for n in each.in_flight if each.is_running(n)}
         self.state.close(begun, cancel=cancel, cancel_running=running)
 

@@ -56,8 +56,8 @@ class DispatcherBase(TaskRunner, Tenant):
     """The state of a dispatcher, and the operations that need no part of it.
 
     Changed only while holding the reactor's lock, except `unsettled`, `inbound`, `refusal`,
-    `output_listeners`, `needs_dispatch` and the state's `awaiting_inputs`, which any thread may
-    change by one atomic step.
+    `output_listeners` and the state's `awaiting_inputs`, which any thread may change by one atomic
+    step.
     """
 
     reactor: Reactor
@@ -89,8 +89,7 @@ class DispatcherBase(TaskRunner, Tenant):
         self._timer: Timer | None = None  # of `state`
         self._looks: list[Look | LookAt] = []
         self.handles: list[DroneHandle] = self.assignment.drones
-        # The first: a drone is idle, so a thread that adds a task wakes the reactor.
-        self.wants_tasks = self.needs_dispatch = False
+        self.wants_tasks = False
         self.has_ended = False
         self.profile_lock = threading.Lock()  # held during a profile: one at a time
         self.profile_hertz = 0  # 0: no profile is being taken

@@ -64,9 +64,7 @@ class Tenant:
     output_listeners: dict[str, Listener]
     inbound: deque[Any]
     wants_tasks = False
-    """Tasks in `inbound` can be sent: a thread that adds one wakes the reactor."""
-    needs_dispatch = False
-    """A task in `inbound` may be one that is sent although no drone is idle."""
+    """Tasks in `inbound` can be sent: a thread that adds one requests a turn."""
 
     def take_turn(self, now: float) -> None:
         """Send what can be sent, and act on what has changed. Called at the end of each turn."""
@@ -250,13 +248,6 @@ class Reactor(EventLoop):
         # By the inbox: a task that failed may be about to run again, which comes first.
         for tenant in self.tenants[:]:
             self.post(partial(self.deliver, partial(tenant.settle_lost, error)))
-
-    def _has_anything_to_do(self) -> bool:
-        # A plain loop, because this is on the path of every round trip.
-        for tenant in self.tenants:
-            if (tenant.wants_tasks and tenant.inbound) or tenant.needs_dispatch:
-                return True
-        return super()._has_anything_to_do()
 
     def _end_if_over(self) -> bool:
         if self.users and not self.last_callbacks:

@@ -11,10 +11,11 @@ thread takes the lock, and a fork, which waits for a safe point of that thread.
 No wake-up is lost. The loop's thread sets `_asleep`, then looks for something to do, and polls
 without waiting if it has found something, or if `_asleep` was reset meanwhile; a caller hands
 something over, then reads `_asleep`, then resets it and wakes the thread. So one of the two sees
-the other. Deliveries are made between the look and the poll: a thread that they wake needs the
-interpreter, which this one holds until it polls. A caller that is interrupted in the middle of
-this, by an exception, delays what it has handed over, and what other callers hand over meanwhile,
-by `MAX_SLEEP_SECONDS` at most.
+the other. Nor is a request for a turn lost that finds another one noted: the loop's thread forgets
+that before it looks for work. Deliveries are made between the look and the poll: a thread that they
+wake needs the interpreter, which this one holds until it polls. A caller that is interrupted in the
+middle of this, by an exception, delays what it has handed over, and what other callers hand over
+meanwhile, by `MAX_SLEEP_SECONDS` at most.
 """
 
 from __future__ import annotations
@@ -277,7 +278,7 @@ class EventLoop:
                 with self._lock:
                     self._run_once(events)
                     self._asleep = True
-                    if self._has_anything_to_do():
+                    if self._inbox or self._turn_requested:
                         self._asleep = False
                 if self._deliveries:
                     self._deliver()
@@ -401,7 +402,8 @@ class EventLoop:
         # Descriptors are polled in any case: a source that sends without end must not starve
         # them.
         seconds = self._seconds_to_wait() if self._asleep else 0.0
-        self._wake_waiters()
+        if self._to_wake:
+            self._wake_waiters()
         events = self._poll(seconds)
         self._asleep = False
         return events
@@ -428,10 +430,6 @@ class EventLoop:
 
     def _poll(self, timeout: float) -> list[tuple[int, int]]:
         return self._epoll.poll(timeout)
-
-    def _has_anything_to_do(self) -> bool:
-        """Return whether another turn is due. Called after `_asleep` was set, holding the lock."""
-        return bool(self._inbox) or self._turn_requested
 
 
 _loops: set[EventLoop] = set()

@@ -109,17 +109,19 @@ class Timers:
         then.
         """
         heap = self.heap
-        while heap and heap[0][2].is_over:
-            heappop(heap)
-            self._cancelled -= 1
-        if not heap:
-            return None
-        remaining = heap[0][0] - self.now()
-        if remaining <= 0:
-            return 0.0
-        if self.jump is not None:
-            return 0.0 if self.jump(heap[0][0]) else None
-        return remaining
+        while heap:
+            when, _, alarm = heap[0]
+            if alarm.is_over:
+                heappop(heap)
+                self._cancelled -= 1
+                continue
+            remaining = when - self.now()
+            if remaining <= 0:
+                return 0.0
+            if self.jump is not None:
+                return 0.0 if self.jump(when) else None
+            return remaining
+        return None
 
     def switch_clock(self, now: Callable[[], float], jump: Callable[[float], bool] | None) -> None:
         """Switch to another clock. The time that is left of each alarm stays the same."""
