@@ -363,9 +363,15 @@ def test_what_is_given_to_a_loop_while_it_runs_others_is_run_once():
 class SleepingLoop(event_loop.EventLoop):
     """It tells when it is about to wait, as the locks do."""
 
-    def _poll(self, timeout):
-        switches.about_to_wait()
-        return super()._poll(timeout)
+    def __init__(self, name):
+        super().__init__(name)
+        poll = self._poll
+
+        def tell_and_poll(timeout):
+            switches.about_to_wait()
+            return poll(timeout)
+
+        self._poll = tell_and_poll
 
 
 def falls_asleep(loop):

@@ -138,10 +138,12 @@ class EventLoop:
         self._gate = OutputGate(self.wake)
         self._output_files: set[int] = set()
         self._is_output_paused = False  # these are not watched meanwhile
+        self._has_output = False  # the gate was given some that may not be written yet
         self._to_wake: list[Any] = []  # see `waiters_to_wake`
         self._stopping = self._asleep = self._turn_requested = False
         with ExitStack() as undo:
             self._epoll = parent_death.close_in_child(select.epoll())
+            self._poll: Callable[[float], list[tuple[int, int]]] = self._epoll.poll
             undo.callback(parent_death.close, self._epoll)
             bell = parent_death.close_in_child(_Bell())
             undo.callback(parent_death.CLOSED_IN_CHILD.discard, bell)
@@ -314,8 +316,8 @@ class EventLoop:
             if callback is not None:
                 self._call_guarded(callback)
         self._turn_requested = False  # before `after_turn` looks for work
-        if self._is_output_paused != self._gate.is_full():
-            self._turn_output()
+        if self._has_output:
+            self._regulate_output()
         inbox = self._inbox
         while inbox:
             self._call_guarded(inbox.popleft())
@@ -325,14 +327,17 @@ class EventLoop:
         if self._after_turn is not None:
             self._call_guarded(self._after_turn)
 
-    def _turn_output(self) -> None:
-        self._is_output_paused = not self._is_output_paused
-        for fd in self._output_files:
-            with suppress(OSError):  # other code has closed it, or there is no memory
-                if self._is_output_paused:
-                    self._epoll.unregister(fd)
-                else:
-                    watch(self._epoll, fd, select.EPOLLIN)
+    def _regulate_output(self) -> None:
+        """Read no output while too much is unwritten."""
+        if self._is_output_paused != self._gate.is_full():
+            self._is_output_paused = not self._is_output_paused
+            for fd in self._output_files:
+                with suppress(OSError):  # other code has closed it, or there is no memory
+                    if self._is_output_paused:
+                        self._epoll.unregister(fd)
+                    else:
+                        watch(self._epoll, fd, select.EPOLLIN)
+        self._has_output = self._is_output_paused or not self._gate.is_idle
 
     def _end_if_over(self) -> bool:
         """End, if the time has come, and return whether it has. Called without the lock."""
@@ -374,6 +379,7 @@ class EventLoop:
             if isinstance(callback, Output):
                 self._deliveries.popleft()
                 gate.give(callback)
+                self._has_output = True
                 continue
             if holds and not gate.is_idle and gate.holds(monotonic()):
                 return
@@ -401,35 +407,25 @@ class EventLoop:
         self._gate.is_waited_for = bool(self._deliveries) or self._is_output_paused
         # Descriptors are polled in any case: a source that sends without end must not starve
         # them.
-        seconds = self._seconds_to_wait() if self._asleep else 0.0
+        seconds = 0.0
+        if self._asleep and not (self._sources and self._has_input()):
+            left = self.timers.seconds_left()
+            seconds = MAX_SLEEP_SECONDS if left is None or left > MAX_SLEEP_SECONDS else left
+            if self._deliveries:
+                seconds = min(seconds, self._gate.seconds_held(monotonic()))
         if self._to_wake:
             self._wake_waiters()
         events = self._poll(seconds)
         self._asleep = False
         return events
 
+    def _has_input(self) -> bool:
+        return any(source.has_input() for source in self._sources)
+
     def _wake_waiters(self) -> None:
         to_wake = self._to_wake
         while to_wake:
             release(to_wake.pop())
-
-    def _seconds_to_wait(self) -> float:
-        """Return how long to wait for events, as nothing is handed over."""
-        for source in self._sources:
-            if source.has_input():
-                return 0.0
-        seconds = self.timers.seconds_left()
-        if seconds is None or seconds > MAX_SLEEP_SECONDS:
-            seconds = MAX_SLEEP_SECONDS
-        if self._deliveries:
-            now = monotonic()
-            if not self._gate.holds(now):
-                return 0.0
-            seconds = max(0.0, min(seconds, self._gate.seconds_left(now)))
-        return seconds
-
-    def _poll(self, timeout: float) -> list[tuple[int, int]]:
-        return self._epoll.poll(timeout)
 
 
 _loops: set[EventLoop] = set()

@@ -126,6 +126,12 @@ class OutputGate:
         is_blocked = self._idle_at < self._blocked_at  # until all was written
         return not (is_blocked or output_thread.is_waiting())
 
+    def seconds_held(self, now: float) -> float:
+        """Return for how many seconds what comes after the output has to wait for it, if that is
+        not written by then.
+        """
+        return max(0.0, self.seconds_left(now)) if self.holds(now) else 0.0
+
     def seconds_left(self, now: float) -> float:
         """Return in how many seconds the write that is going on will count as blocked."""
         return output_thread.began_at + BLOCKED_SECONDS - now

@@ -78,8 +78,8 @@ class PoreIOThread(EventLoop):
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    def _poll(self, timeout: float) -> list[tuple[int, int]]:
-        events = super()._poll(timeout)
+    def _sleep(self) -> list[tuple[int, int]]:
+        events = super()._sleep()
         now = monotonic()
         if now - self._last_poll < BATCH_DELAY_SECONDS:
             sleep(BATCH_DELAY_SECONDS)
