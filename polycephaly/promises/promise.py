@@ -48,7 +48,7 @@ from ..runtime.signal_handlers import is_of_signal_handler
 from ..runtime.tuning import tuning
 from . import builder_threads, callbacks_thread
 from .builder_threads import release
-from .opener_thread import is_settling_thread
+from .opener_thread import is_settling_thread, settling_threads
 from .sealed import Sealed, is_sealed
 from .trampoline import Trampoline
 
@@ -760,14 +760,15 @@ class Promise(Future[T], Handle, Generic[T]):
         """Wait until the promise is settled. If this `opens`, that is for the value, so with a
         timeout another thread is asked to open it as soon as it is there.
         """
-        if not self.done():
+        if self._state not in _DONE:
             if holds_own_lock():
                 raise RuntimeError(
                     f"a finalizer waited for {self!r} in a thread that holds the reactor's lock, "
                     "so that the promise could not be settled: call `promise`, `close` or "
                     "`shutdown(wait=False)` in finalizers, and wait elsewhere"
                 )
-            if is_settling_thread():
+            me = get_ident()
+            if me in settling_threads:
                 raise RuntimeError(
                     f"code that rebuilds a result, for example, waited for {self!r} in the thread "
                     "that settles promises, which would then wait for itself: use another thread"
@@ -777,7 +778,6 @@ class Promise(Future[T], Handle, Generic[T]):
             if green_hooks is not None:
                 check_can_wait((self,))
             deadline = None if timeout is None else monotonic() + check_seconds("timeout", timeout)
-            me = get_ident()
             outer = waiting_threads.get(me)  # set if a callback waits for another promise
             try:
                 waiting_threads[me] = self, deadline
@@ -786,7 +786,7 @@ class Promise(Future[T], Handle, Generic[T]):
                 if is_end_requested is not None and is_end_requested(me, False):
                     self._cancel_with_waiter()
                 self._before_wait(deadline)
-                if not self.done():
+                if self._state not in _DONE:
                     self._wait_for_settler(timeout, deadline, opens)
             except KeyboardInterrupt:
                 self._cancel_on_interrupt()
@@ -796,7 +796,7 @@ class Promise(Future[T], Handle, Generic[T]):
                     waiting_threads.pop(me, None)
                 else:
                     waiting_threads[me] = outer
-        if self.cancelled():
+        if self._state not in HAS_OUTCOME:
             error = CancelledError()
             error.waiter_cancelled = (  # type: ignore[attr-defined]
                 is_end_requested is not None and is_end_requested(get_ident(), True)
@@ -827,7 +827,7 @@ class Promise(Future[T], Handle, Generic[T]):
             # If the promise is settled meanwhile, other callbacks are not this thread's to call:
             # it would be late, or the caller hold a lock that they need.
             self._add_hook(wake if timeout is None or not opens else WhenOpened(wake))
-            while not self.done():
+            while self._state not in _DONE:
                 if in_main and main_thread_calls:
                     try:
                         call = main_thread_calls.popleft()
@@ -835,8 +835,10 @@ class Promise(Future[T], Handle, Generic[T]):
                         continue
                     call()
                     continue
-                remaining = interval if deadline is None else min(deadline - monotonic(), interval)
-                if not woken.acquire(timeout=max(0.0, remaining)):
+                seconds = interval
+                if deadline is not None:
+                    seconds = max(0.0, min(deadline - monotonic(), interval))
+                if not woken.acquire(timeout=seconds):
                     self._on_wait_interval()
                     if callbacks_thread.callbacks_thread.is_here():
                         self._check_in_callback()  # it may wait for something else by now
@@ -847,7 +849,7 @@ class Promise(Future[T], Handle, Generic[T]):
                 if wake in _main_thread_wakers:
                     _main_thread_wakers.remove(wake)
             finally:
-                if not self.done():
+                if self._state not in _DONE:
                     self.remove_done_callback(wake)
 
     def _await_in_asyncio(self) -> Generator[Any, None, None]:
