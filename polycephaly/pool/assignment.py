@@ -1,6 +1,6 @@
 """Assignment: which drone of a pool gets which of its queued tasks, and when.
 
-    queue, dedicated, preferred, resources ──assign──> Send(drone, runs), Send(drone, runs), ...
+    queue, dedicated, preferred, resources ──assign──> (drone, runs), (drone, runs), ...
            ^                                                │
            └── returned, or its drone died before it began ─┘
 
@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..promises.promise import PENDING
 from ..runtime.tuning import tuning
@@ -49,13 +49,10 @@ _MAX_BATCH_TASKS = 2048
 _number = attrgetter("number")
 
 
-class Send(NamedTuple):
-    """Tasks that a drone is to be sent, and that count as sent."""
-
-    drone: Any  # a `DroneHandle`
-    runs: list[list[Task]]
-    """In order: each run of calls whose arguments are pickled together, and each other task
-    alone."""
+Send: TypeAlias = tuple[Any, list[list[Task]]]
+"""A drone (a `DroneHandle`), and the tasks that it is to be sent, and that count as sent. In order:
+each run of calls whose arguments are pickled together, and each other task alone.
+"""
 
 
 class Assignment:
@@ -201,7 +198,20 @@ class Assignment:
             drone = changed.pop()
             in_flight = drone.in_flight
             takes = drone.can_take() and (max_tasks is None or drone.tasks_left(max_tasks) > 0)
-            place = None if not takes else self.partly_busy if in_flight else self.idle
+            place: list[DroneRecord] | None = None
+            # What each drone belongs to: plain tests, because each task and its answer come here.
+            if in_flight:
+                self.busy.add(drone)
+                if takes:
+                    place = self.partly_busy
+            else:
+                self.busy.discard(drone)
+                if takes:
+                    place = self.idle
+            if in_flight and drone.is_crowded():
+                self.crowded.add(drone)
+            elif self.crowded:
+                self.crowded.discard(drone)
             before = drone.listed_in
             if place is not before:
                 if before is not None:
@@ -209,20 +219,13 @@ class Assignment:
                 if place is not None:
                     insort(place, drone, key=_number)
                 drone.listed_in = place
-            # What each drone belongs to: plain tests, because each task and its answer come here.
-            if in_flight:
-                self.busy.add(drone)
-            else:
-                self.busy.discard(drone)
-            if in_flight and is_crowded(drone):
-                self.crowded.add(drone)
-            elif self.crowded:
-                self.crowded.discard(drone)
             if drone.preferred:
                 self.preferring.add(drone)
+                if takes:
+                    self.with_own.add(drone)
             elif self.preferring:
                 self.preferring.discard(drone)
-            if (takes and drone.preferred) or (drone.dedicated and drone.can_take(dedicated=True)):
+            if drone.dedicated and drone.can_take(dedicated=True):
                 self.with_own.add(drone)
 
     def is_any_idle(self) -> bool:
@@ -267,10 +270,12 @@ class Assignment:
                 yield from self._assign_with_resources(now)
             while queue:
                 takers = self._takers(len(queue))
-                share = -(-len(queue) // max(1, len(takers)))
+                if not takers:
+                    break
+                share = -(-len(queue) // len(takers))
                 is_any_sent = False
                 for drone in takers:
-                    send = self.choose(drone, queue, self._limit(drone, share), now)
+                    send = self.choose(drone, queue, share, now)
                     if send is not None:
                         is_any_sent = True
                         yield send
@@ -295,7 +300,7 @@ class Assignment:
             self.with_own.discard(drone)
             for queue, is_own in ((drone.dedicated, True), (drone.preferred, False)):
                 if queue and drone.can_take(dedicated=is_own):
-                    send = self.choose(drone, queue, self._limit(drone, len(queue)), now)
+                    send = self.choose(drone, queue, len(queue), now)
                     if send is not None:
                         yield send
             self.update()
@@ -358,18 +363,16 @@ class Assignment:
             self._last_reserved = drone, 0 if drone is None else drone.sent_count
         return drone
 
-    def _limit(self, drone: DroneRecord, share: int) -> int:
-        limit = share if share < _MAX_BATCH_TASKS else _MAX_BATCH_TASKS
-        max_tasks = self._max_tasks
-        return limit if max_tasks is None else min(limit, drone.tasks_left(max_tasks))
-
-    def choose(self, drone: DroneRecord, queue: deque[Task], limit: int, now: float) -> Send | None:
+    def choose(self, drone: DroneRecord, queue: deque[Task], share: int, now: float) -> Send | None:
         """Move tasks that fit the current load of `drone` from the head of `queue` into its flight,
-        at most `limit`. None if there is none for it.
+        at most `share`. None if there is none for it.
 
         A task of unknown length goes alone. Overlapped tasks go only with their like, up to the
         width. Tasks that are settled already (cancelled while queued) are dropped.
         """
+        limit = min(share, _MAX_BATCH_TASKS)
+        if self._max_tasks is not None:
+            limit = min(limit, drone.tasks_left(self._max_tasks))
         runs: list[list[Task]] = []
         before = len(queue)
         in_flight, load = drone.in_flight, drone.load
@@ -412,14 +415,19 @@ class Assignment:
             drone.sent_count = task.position = drone.sent_count + 1
             in_flight[task.number] = task
             count += 1
-            shares = shares_pickle(task)
-            if is_open and shares:
+            # Else its arguments are pickled with those of the calls of the same function behind it.
+            if task.args is None or task.keeps or definition.overlaps or definition.captures:
+                runs.append([task])
+                size += _message_bytes(task)
+                is_open = False
+                continue
+            if is_open:
                 runs[-1].append(task)
             else:
                 runs.append([task])
-            is_open = shares
-            size += task.weight if is_open else _message_bytes(task)
-            if is_open and queue and estimate > 0 and task.weight == Task.weight:
+                is_open = True
+            size += task.weight
+            if queue and estimate > 0 and task.weight == Task.weight:
                 room = min(
                     limit - count,
                     int((tuning.batch_seconds - load) / estimate),
@@ -441,7 +449,7 @@ class Assignment:
         if not runs:
             return None
         drone.load, drone.last_contact_at = load, now
-        return Send(drone, runs)
+        return drone, runs
 
     def _estimate(self, drone: DroneRecord, task: Task, load: float) -> float | None:
         """Return the seconds by which `task` adds to the `load`, negative if they are not known.
@@ -499,7 +507,7 @@ class Assignment:
             "partly_busy": [each for each in ready if each.in_flight],
             "busy": {each for each in drones if each.in_flight},
             "preferring": {each for each in drones if each.preferred},
-            "crowded": {each for each in drones if is_crowded(each)},
+            "crowded": {each for each in drones if each.is_crowded()},
         }
         for name, expected in lists.items():
             found = getattr(self, name)
@@ -522,19 +530,6 @@ class Assignment:
     def _has_own_to_begin(self, drone: DroneRecord) -> bool:
         takes_own = drone.can_take(dedicated=True) and not drone.in_flight
         return bool(drone.dedicated and takes_own) or bool(drone.preferred and drone in self.idle)
-
-
-def shares_pickle(task: Task) -> bool:
-    """Return whether the arguments of `task` are pickled together with those of the calls of the
-    same function behind it.
-    """
-    definition = task.definition
-    return not (task.args is None or task.keeps or definition.overlaps or definition.captures)
-
-
-def is_crowded(drone: DroneRecord) -> bool:
-    """Return whether calls wait in `drone` behind the one that runs, and may be recalled."""
-    return drone.has_calls_behind_one() and not drone.recall_pending and drone.state is State.READY
 
 
 def _message_bytes(task: Task) -> int:

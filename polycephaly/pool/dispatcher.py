@@ -199,7 +199,7 @@ class Dispatcher(DispatcherBase):
                 if self.has_ended:
                     self.reject_unsettled()
             else:
-                self._enqueue(task, target is None and task_options is None)
+                self._enqueue(task)
         except BaseException:  # Ctrl-C, for example: the caller will not get the promise
             # Near the recursion limit, `cancel` may fail here too; this call is of C code alone.
             cancel = task.promise.cancel
@@ -279,19 +279,19 @@ class Dispatcher(DispatcherBase):
     def has_room(self) -> bool:
         return self.backpressure is None or self.backpressure.has_room(None)
 
-    def _enqueue(self, task: Task, has_no_options: bool = False) -> None:
-        """Put `task` into the inbox. `has_no_options`: nor a drone of its own."""
-        is_plain = has_no_options or not (task.target or task.priority or task.resources)
-        if is_plain and type(task.payload) is not PayloadWithRefs:
-            self.inbound.append(task)
-            if self.wants_tasks:  # else an answer makes room, and wakes the loop
-                self.reactor.request_turn()
-        else:
+    def _enqueue(self, task: Task) -> None:
+        """Put `task` into the inbox."""
+        takes_kept = type(task.payload) is PayloadWithRefs
+        if task.target or task.priority or task.resources or takes_kept:
             # First, so that the loop does not take it for one that just goes to the end.
             self._special.append(None)
             task.is_special = True
             self.inbound.append(task)
             self.reactor.request_turn()  # it may be sent although no drone is idle
+        else:
+            self.inbound.append(task)
+            if self.wants_tasks:  # else an answer makes room, and wakes the loop
+                self.reactor.request_turn()
         if self.has_ended:
             self.reject_unsettled()
 
@@ -519,10 +519,11 @@ class Dispatcher(DispatcherBase):
         if assignment.changed:
             assignment.update()
         idle = assignment.is_any_idle()
-        self.wants_tasks = idle or (self.width > 1 and assignment.could_overlap())
+        wants_tasks = idle or (self.width > 1 and assignment.could_overlap())
+        self.wants_tasks = wants_tasks
         # No task is left behind: a caller appends it, and then reads `wants_tasks`, which is set
         # here before the inbox is looked at. So one of the two sees the other.
-        if self.wants_tasks and self.inbound:
+        if wants_tasks and self.inbound:
             self.reactor.request_turn()
         if idle and not assignment.queue:
             if assignment.crowded:
@@ -546,26 +547,26 @@ class Dispatcher(DispatcherBase):
         """Queue the tasks of the inbox in order. After the end, a thread that adds one rejects
         it.
         """
-        inbound, queue = self.inbound, self.assignment.queue
+        inbound, state = self.inbound, self.state
         count = len(inbound)
         if not count:
             return
-        state = self.state
         if (state.abandoned or state.broken is not None) and not self.has_ended:
             refusal = state.broken or self.refusal
             assert refusal is not None
             for _ in range(count):
                 state.refused(self._take_inbound(), partial(copy_error, refusal))
             return
+        assignment = self.assignment
+        queue = assignment.queue
         # `_special` is looked at after the count: see `_enqueue`.
-        is_last = not queue or queue[-1].priority >= 0
-        if not self._special and is_last and not self.has_ended:
+        if not (self._special or self.has_ended or (queue and queue[-1].priority < 0)):
             # Before the queue: a caller that looks for room counts none too few.
-            self.assignment.queued += count
+            assignment.queued += count
             for _ in range(count):
                 task = inbound.popleft()
                 if task.state is ENDING:  # cancelled before it came
-                    self.assignment.queued -= 1
+                    assignment.queued -= 1
                 else:
                     task.state = QUEUED
                     queue.append(task)

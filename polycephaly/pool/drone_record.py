@@ -170,6 +170,10 @@ class DroneRecord:
         last = next(reversed(tasks))
         return last.target is None or any(task.target is None for task in [*tasks][1:])
 
+    def is_crowded(self) -> bool:
+        """Return whether calls wait behind the one that runs, and may be recalled."""
+        return self.has_calls_behind_one() and not self.recall_pending and self.state is State.READY
+
     def tasks_left(self, max_tasks: int | None) -> int:
         """Return how many more tasks the drone may be sent until it has had `max_tasks`. There is
         no limit for the dedicated tasks of a retiring drone.

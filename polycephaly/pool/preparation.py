@@ -140,7 +140,8 @@ class Preparation:
             now = self._dispatcher.reactor.timers.now()
             send = self._dispatcher.assignment.choose(handle, deque([task]), 1, now)
             assert send is not None  # it has no other task
-            handle.send(handle.pack(send.runs), [task])
+            _, runs = send
+            handle.send(handle.pack(runs), [task])
 
     def _on_ended(
         self,
