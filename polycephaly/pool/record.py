@@ -103,11 +103,12 @@ class TraceBuffer:
 
         Short calls of one function in a row share one span.
         """
-        if len(tasks) > 1:
-            runs = [list(group) for _, group in itertools.groupby(tasks, _definition)]
-        else:
-            runs = [tasks]
-        for run in runs:
+        if len(tasks) == 1:
+            [task] = tasks
+            self.add_answer(drone, task, _answer(task), task.count)
+            return
+        for _, group in itertools.groupby(tasks, _definition):
+            run = list(group)
             if len(run) > 1 and set(map(_status, run)) == {VALUE}:
                 answers = list(map(_answer, run))
                 started, finished, _, bytes_sent, bytes_received = map(

@@ -489,8 +489,10 @@ class Task:
 
         If the function could not be pickled, there is no definition.
         """
-        definition = getattr(self, "definition", None)
-        return "a call" if definition is None else str(definition.label)
+        try:
+            return self.definition.label
+        except AttributeError:
+            return "a call"
 
     @property
     def item(self) -> int | None:
@@ -544,9 +546,10 @@ class Task:
         """Return what the promise keeps, as the fields of `Facts`."""
         sending, answer = self.sending, self.answer
         sent, drone = (None, None) if sending is None else (sending.at, sending.drone)
-        started = finished = received = args = None
-        bytes_sent = bytes_received = 0
-        if answer is not None:
+        if answer is None:
+            started = finished = received = args = None
+            bytes_sent = bytes_received = 0
+        else:
             started, finished, received, bytes_sent, bytes_received = answer
             args = self.args  # else there may be promises among them
             if args is not None:
