@@ -251,7 +251,7 @@ class EventLoop:
         """Return whether output should be left where it is, even if that of a task comes after its
         result then: too much is unwritten, and a write is blocked.
         """
-        return self._gate.is_full() and not self._gate.holds(monotonic())
+        return self._has_output and self._gate.is_full() and not self._gate.holds(monotonic())
 
     def call_later(self, seconds: float, callback: Callable[[], object]) -> Timer:
         return self.call_at(self.timers.now() + seconds, callback)
@@ -323,7 +323,9 @@ class EventLoop:
             self._call_guarded(inbox.popleft())
         for source in self._sources:
             self._call_guarded(source.receive)
-        self.timers.fire_due()
+        timers = self.timers
+        if timers.due_at <= timers.now():
+            timers.fire_due()
         if self._after_turn is not None:
             self._call_guarded(self._after_turn)
 
@@ -373,17 +375,17 @@ class EventLoop:
         """Make the deliveries, up to one that has to wait for output before it if this `holds`.
         Called without the lock.
         """
-        gate = self._gate
-        while self._deliveries:
-            callback = self._deliveries[0]
+        deliveries = self._deliveries
+        while deliveries:
+            callback = deliveries[0]
             if isinstance(callback, Output):
-                self._deliveries.popleft()
-                gate.give(callback)
+                deliveries.popleft()
                 self._has_output = True
+                self._gate.give(callback)
                 continue
-            if holds and not gate.is_idle and gate.holds(monotonic()):
+            if holds and self._has_output and self._gate.holds(monotonic()):
                 return
-            self._deliveries.popleft()
+            deliveries.popleft()
             generation = forked.generation
             try:
                 callback()
@@ -392,7 +394,7 @@ class EventLoop:
                 callbacks.exception("a callback failed")
                 self._on_delivery_failed(error)
             forked.exit_if_forked(generation)
-            if self._deliveries:  # the next one may take long
+            if deliveries:  # the next one may take long
                 self._wake_waiters()
 
     def _on_delivery_failed(self, error: BaseException) -> None:
@@ -404,13 +406,14 @@ class EventLoop:
 
     def _sleep(self) -> list[tuple[int, int]]:
         """Wait for something to do, if there is nothing, and return the events of descriptors."""
-        self._gate.is_waited_for = bool(self._deliveries) or self._is_output_paused
+        if self._has_output:
+            self._gate.is_waited_for = bool(self._deliveries) or self._is_output_paused
         # Descriptors are polled in any case: a source that sends without end must not starve
         # them.
         seconds = 0.0
         if self._asleep and not (self._sources and self._has_input()):
-            left = self.timers.seconds_left()
-            seconds = MAX_SLEEP_SECONDS if left is None or left > MAX_SLEEP_SECONDS else left
+            timers = self.timers
+            seconds = max(0.0, min(timers.due_at - timers.now(), MAX_SLEEP_SECONDS))
             if self._deliveries:
                 seconds = min(seconds, self._gate.seconds_held(monotonic()))
         if self._to_wake:
