@@ -406,11 +406,13 @@ class Task:
         """Return whether the value can be built where promises are settled: it is small, and takes
         no code of users.
         """
-        return not payload or (
-            not isinstance(payload, Received)
-            and len(payload) <= MAX_BYTES_OPENED_AT_ONCE
-            and not _names_class(bytes(payload))
-        )
+        if not payload:
+            return True
+        if isinstance(payload, Received) or len(payload) > MAX_BYTES_OPENED_AT_ONCE:
+            return False
+        # A pickle, as drones write it, can run code of users only if it names a class or function:
+        # by this opcode, for which any other byte of the same value is taken too, or by a number.
+        return b"\x93" not in bytes(payload) and not copyreg._inverted_registry  # type: ignore[attr-defined]
 
     def unpack(self, payload: Any) -> Any:
         """Return the value of an answer. Raises the errors of unpickling."""
@@ -585,13 +587,6 @@ def _remote_value(promise: Promise[Any]) -> StoredValue | None:
     """Return the value of a task if it may be on another machine, and be lost with that."""
     value = stored_value(promise)
     return value if isinstance(value, StoredValue) and value.is_slow() else None
-
-
-def _names_class(pickled: bytes) -> bool:
-    """Return whether a pickle, as drones write it, may name a class or function. No other pickle
-    can run code of users. True if any other byte is the same as the opcode.
-    """
-    return b"\x93" in pickled or bool(copyreg._inverted_registry)  # type: ignore[attr-defined]
 
 
 class StoredValue(Sealed):
