@@ -113,7 +113,7 @@ def main(runs: int) -> None:
     clock.watch_method(dispatchers.Dispatcher, "take_turn", "  choosing a drone")
     clock.watch_method(drone_handle.DroneHandle, "pack", "  packing")
     clock.watch_method(LocalHandle, "send", "  sending")
-    clock.watch(local_handle, "handle_message", "  unpacking")
+    clock.watch(local_handle, "handle_records", "  unpacking")
     clock.watch(handlers, "_settle_values", "  settling")
     found: dict[str, list[float]] = defaultdict(list)
     with poly.Pool(DRONES) as pool:

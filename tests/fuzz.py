@@ -8,7 +8,7 @@
 
     stage       who says it                                     what has to hold
     decoders    nobody: each decoder is given it                it returns, or raises `Malformed`
-    reactor     a drone, packets and whole messages             the pool goes on, all promises are
+    reactor     a drone, records and pieces of such             the pool goes on, all promises are
                                                                 settled
     drones      the reactor, both, to idle and busy drones      the drone goes on, and so does its
                                                                 control thread
@@ -26,6 +26,7 @@ import faulthandler
 import gc
 import json
 import logging
+import marshal
 import math
 import mmap
 import os
@@ -94,7 +95,6 @@ from polycephaly.wire.messages import (
     FORGET,
     FRAMES,
     HELLO,
-    LARGE,
     MIN_LARGE_BYTES,
     PROCESSOR_TIME,
     PROFILE,
@@ -106,25 +106,22 @@ from polycephaly.wire.messages import (
     SHARED,
     STOP,
     VALUE,
-    VALUES,
     WITHDRAWN,
     Malformed,
     TaskBatch,
+    check_outcome,
     message_type,
     pack_frames,
     pack_numbers,
-    pack_outcome,
-    pack_outcomes,
     pack_returned,
-    pack_values,
     unpack_frames,
-    unpack_lists,
     unpack_numbers,
-    unpack_outcomes,
     unpack_returned,
     unpack_work,
+    value_columns,
 )  # fmt: skip
 from polycephaly.wire.pickling import join_payloads
+from polycephaly.wire.ring import FORMAT
 
 SOON = 20.0  # seconds: what is not there by then hangs
 MEMORY = (
@@ -251,6 +248,27 @@ def report_of(number: int) -> dict[str, Any]:
 NOBODYS = (UNLIKELY, UNLIKELY + 1)
 
 
+_OUTCOME, _VALUE = struct.Struct("<QBdd"), struct.Struct("<Qdd")
+
+
+def record_of(frames: Frames) -> tuple[Any, ...]:
+    """What a drone writes: an outcome (of frames that begin with R), a value (V), or a message."""
+    for mark, form in ((b"R", _OUTCOME), (b"V", _VALUE)):
+        if frames[0][:1] == mark:
+            try:
+                return (*form.unpack(frames[0][1:]), *frames[1:])
+            except struct.error:
+                return tuple(frames)
+    return (frames,)
+
+
+def checked(record: Any) -> Any:
+    if len(record) == 4:
+        return value_columns([record])
+    check_outcome(record)
+    return record
+
+
 def result_messages(
     store: Store, ref_table: RefTable, known: Sequence[int] = NOBODYS
 ) -> list[Frames]:
@@ -265,33 +283,31 @@ def result_messages(
     answers = pack_answers([1, 2, Packed(value)], True, None, store)
     assert isinstance(answers, bytes)
 
-    def outcome(number: int, status: int, payload: bytes, output: bytes = b"") -> bytes:
-        return pack_outcome(number, status, now, now + 1e-4, payload, output)
+    def outcome(number: int, status: int, payload: bytes, output: bytes = b"") -> Frames:
+        return [b"R" + _OUTCOME.pack(number, status, now, now + 1e-4), payload, output]
 
-    entries = [
-        [outcome(one, VALUE, b""), outcome(other, VALUE, value, b"printed\n")],
-        [outcome(one, ERROR, failed)],
-        [outcome(other, WITHDRAWN, b""), outcome(one, RANGE_RELEASED, b"")],
-        [pack_values([one, other], [now, now], [now + 1e-5, now + 1e-4], [None, "text"])],
-        [pack_values(
-            [*known, *range(UNLIKELY, UNLIKELY + 5)], *([0.5] * (len(known) + 5) for _ in range(3))
-        )],
-        [outcome(one, ANSWERS, answers_head(0, 3, False) + answers)],
-        [outcome(one, ANSWERS, answers_head(1, 2, False) + answers)],
-        [outcome(other, ANSWERS, answers_head(0, 0, False) + answers), outcome(one, VALUE, b"")],
-        [outcome(one, ANSWERS, answers_head(1, 1, True) + answers)],
-        [outcome(0, EVENT_LOG, trail_of_one()), outcome(one, PROCESSOR_TIME, b""),
-            outcome(one, VALUE, value)],
-        [outcome(one, VALUE | SHARED, shared_payload(store, ref_table))],
-        [outcome(
-            one, ANSWERS | SHARED, answers_head(0, 3, False) + shared_payload(store, ref_table)
-        )],
-    ]  # fmt: skip
-    beside = [outcome(one, VALUE | LARGE, b""), outcome(other, VALUE, b"")]
+    def value_of(number: int, text: bytes) -> Frames:
+        return [b"V" + _VALUE.pack(number, now, now + 1e-5), text]
+
+    shared = shared_payload(store, ref_table)
     return [
-        *map(pack_outcomes, entries),
-        pack_outcomes([each for entry in entries for each in entry]),
-        pack_outcomes(beside, [bytes(MIN_LARGE_BYTES)]),
+        outcome(one, VALUE, b""),
+        outcome(other, VALUE, value, b"printed\n"),
+        outcome(one, ERROR, failed),
+        outcome(other, WITHDRAWN, b""),
+        outcome(one, RANGE_RELEASED, b""),
+        value_of(one, b"text"),
+        value_of(other, b""),
+        value_of(UNLIKELY + 2, b""),
+        outcome(one, ANSWERS, answers_head(0, 3, False) + answers),
+        outcome(one, ANSWERS, answers_head(1, 2, False) + answers),
+        outcome(other, ANSWERS, answers_head(0, 0, False) + answers),
+        outcome(one, ANSWERS, answers_head(1, 1, True) + answers),
+        outcome(0, EVENT_LOG, trail_of_one()),
+        outcome(one, PROCESSOR_TIME, b""),
+        outcome(one, VALUE | SHARED, shared),
+        outcome(one, ANSWERS | SHARED, answers_head(0, 3, False) + shared),
+        outcome(one, VALUE, bytes(MIN_LARGE_BYTES)),
         pack_returned([(number, 0) for number in known]),
         pack_returned([(number, 1) for number in known]),
         pack_numbers(RETURNED, range(UNLIKELY, UNLIKELY + 4)),
@@ -454,7 +470,9 @@ class Decoders:
                 self._strictly(unpack_returned, each)
                 self._report(self._strictly(unpack_frames, each))
                 self._work(self._strictly(unpack_work, each) or [])
-                self._results(self._strictly(unpack_outcomes, each) or [])
+        record = record_of(frames)
+        if self._strictly(checked, record, given=frames) is record:
+            self._result(*record)
         for frame in frames[:2]:
             self._strictly(unpack_answers, frame)
             self._strictly(Received, frame, self._ref_table)
@@ -480,26 +498,25 @@ class Decoders:
             for read in (read_report, read_samples):
                 self._strictly(read, reply[1], given=[repr(reply[1]).encode()])
 
-    def _results(self, outcomes: list[Any]) -> None:
-        for _, status, _, _, payload, _ in outcomes:
-            shared, status = status & SHARED, status & ~SHARED
-            if status == ANSWERS:
-                parts = self._strictly(unpack_answers, payload)
-                if parts is None:
-                    continue
-                payload = parts[3]
-            if shared:
-                payload = self._strictly(Received, payload, self._ref_table)
-            if status == VALUES:
-                self._strictly(unpack_lists, payload, 4)
-            elif status == ERROR:
-                self._opened(lambda it: unpack_exception(bytes(it)), payload)
-            elif status == ANSWERS:
-                self._opened(lambda it: list(Answers(it)), payload)
-            elif status == VALUE:
-                self._opened(load, payload)
-            elif status == EVENT_LOG and not shared:
-                self._strictly(read_trail, payload)
+    def _result(
+        self, number: int, status: int, began: float, ended: float, payload: Any, output: bytes
+    ) -> None:
+        shared, status = status & SHARED, status & ~SHARED
+        if status == ANSWERS:
+            parts = self._strictly(unpack_answers, payload)
+            if parts is None:
+                return
+            payload = parts[3]
+        if shared:
+            payload = self._strictly(Received, payload, self._ref_table)
+        if status == ERROR:
+            self._opened(lambda it: unpack_exception(bytes(it)), payload)
+        elif status == ANSWERS:
+            self._opened(lambda it: list(Answers(it)), payload)
+        elif status == VALUE:
+            self._opened(load, payload)
+        elif status == EVENT_LOG and not shared:
+            self._strictly(read_trail, payload)
 
     def _strictly(self, decode: Callable[..., Any], *args: Any, given: Any = None) -> Any:
         try:
@@ -606,9 +623,11 @@ def _frames_in(error: BaseException | None) -> list[Frames]:
     found = []
     trace = error.__traceback__ if error is not None else None
     while trace is not None:
-        names = ("handle_message", "_handle_message", "handle_unsent_results")
+        names = ("handle_records", "_handle_message")
         if trace.tb_frame.f_code.co_name in names:
-            found = [[bytes(each) for each in trace.tb_frame.f_locals.get("frames", ())]]
+            told = trace.tb_frame.f_locals
+            records = [[repr(each).encode()] for each in told.get("records", ())]
+            found = records or [[bytes(each) for each in told.get("frames", ())]]
         trace = trace.tb_next
     return found
 
@@ -687,19 +706,41 @@ def say(seed: int, by: str, first: int, last: int) -> int:
         originals = result_messages(store, ref_table, known)
         originals += work_messages(store, ref_table)[:2]
         for number in range(first, last):
-            frames = message(seed, number, originals)
-            with drone.socket_lock:
-                if by == "messages":
-                    drone._send(frames)
-                else:
-                    send_all(
-                        drone._socket._socket, packet(frames, random.Random(~(seed << 32 | number)))
-                    )
+            record = record_of(message(seed, number, originals))
+            if by == "records":
+                drone._put(marshal.dumps(record, FORMAT))
+            else:
+                put_pieces(drone, record, random.Random(~(seed << 32 | number)))
+            drone._tell()
+            wait_for(lambda: is_read(drone), SOON)  # so that each of them is dropped by itself
     return last - first
 
 
+def is_read(drone: image_main.LocalDrone) -> bool:
+    end, consumed = drone._ring._cells[0], drone._ring._cells[8]
+    return bool(end == consumed)
+
+
+def put_pieces(drone: image_main.LocalDrone, record: tuple[Any, ...], dice: random.Random) -> None:
+    """As of a record that is too long for the ring, but for one of these."""
+    whole = marshal.dumps(record, FORMAT)
+    at = dice.randrange(len(whole) + 1)
+    pieces: list[Any] = [len(whole), whole[:at], whole[at:]]
+    match dice.randrange(5):
+        case 0:
+            pieces[0] = dice.choice(EXTREMES)
+        case 1:
+            del pieces[dice.randrange(3)]
+        case 2:
+            pieces.insert(dice.randrange(4), dice.choice([None, "text", [1], 1.5, {}, len(whole)]))
+    with drone._ring_lock:
+        for each in pieces:
+            drone._ring.write_any(marshal.dumps(each, FORMAT), drone._wait_for_room)
+        drone._is_told = False
+
+
 def say_one(seed: int, number: int) -> int:
-    return say(seed, "packets", number, number + 1)
+    return say(seed, "pieces", number, number + 1)
 
 
 def send_all(end: socket.socket, what: bytes) -> None:
@@ -722,7 +763,7 @@ def fuzz_reactor(
         answers(pool, heard)
         for start in range(first, last, batch):
             progress(start)
-            by = "messages" if start // batch % 4 == 3 else "packets"
+            by = "pieces" if start // batch % 4 == 3 else "records"
             works = [pool.promise(abs, -1) for _ in range(20)]
             spoken = pool.promise(say, seed, by, start, min(start + batch, last))
             works += [pool.promise(abs, -1) for _ in range(20)]
@@ -873,9 +914,8 @@ def fuzz_drones(
 
 
 class Noise:
-    """In the place of a socket's `send`: something happens to every third message. `count`
-    is of
-    these, in shared memory."""
+    """In the place of a socket's `send`, or of what writes an outcome: something happens to every
+    third message. `count` is of these, in shared memory."""
 
     KINDS = ("dropped", "duplicated", "truncated", "reordered")
 
@@ -891,15 +931,15 @@ class Noise:
     def __call__(self, frames: Sequence[bytes], most: int = sys.maxsize) -> bool:
         self._messages += 1
         if self._messages % 3:
-            went = self._send(frames)
+            went = bool(self._send(frames))
             if self._kept_back is not None and went:
                 self._send(self._kept_back)
                 self._kept_back = None
             return went
-        if self._kind == "duplicated" and message_type(frames) != RETURNED:
-            # What is given back twice may have been sent once more meanwhile, and would run twice:
-            # no socket does so.
+        if self._kind == "duplicated":
             self._send(frames)
+        elif self._kind == "truncated" and type(frames[0]) is tuple:  # a record
+            frames = [frames[0][:-1]]
         elif self._kind == "truncated":
             *first, last = frames
             frames = [
@@ -908,7 +948,7 @@ class Noise:
             ]  # not the first of two equal halves: that is whole
         elif self._kind == "reordered":
             self._kept_back = frames
-        went = self._kind in ("dropped", "reordered") or self._send(frames)
+        went = self._kind in ("dropped", "reordered") or bool(self._send(frames))
         self._count[0] += went
         return went
 

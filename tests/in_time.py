@@ -24,7 +24,7 @@ from polycephaly.pool.chunk import Chunk
 from polycephaly.pool.config import PoolConfig
 from polycephaly.pool.drone_handle import DroneHandle as DroneHandle
 from polycephaly.pool.engine import Engine
-from polycephaly.pool.handlers import handle_message
+from polycephaly.pool.handlers import handle_message, handle_records
 from polycephaly.pool.interfaces import State, TaskOptions
 from polycephaly.pool.task import Task
 from polycephaly.promises import opener_thread
@@ -34,15 +34,7 @@ from polycephaly.runtime.timers import Timers
 from polycephaly.wire.functions import FunctionRegistry
 from polycephaly.wire.main_names import MainSnapshot
 from polycephaly.wire.map_chunks import ITEMS, pack_calls
-from polycephaly.wire.messages import (
-    VALUE,
-    message_type,
-    pack_frames,
-    pack_outcome,
-    pack_outcomes,
-    pack_values,
-    unpack_numbers,
-)
+from polycephaly.wire.messages import VALUE, message_type, pack_frames, unpack_numbers
 
 BEGINNING = 1000.0  # of the time: no 0, which could stand for something else
 A_MOMENT = 1e-6  # times that are closer are the same
@@ -206,15 +198,15 @@ class FakeHandle(DroneHandle):
         self.dispatcher.reactor.turn()
 
     def answer(self, task, value=None, together=False):
-        """The message; `together` as with those of other works, in one entry."""
+        """The record; `together` as of those that share a pickle."""
         now = self.dispatcher.reactor.now
         if together:
-            return pack_outcomes([pack_values([task.number], [now], [now], [value])])
-        return pack_outcomes([pack_outcome(task.number, VALUE, now, now, dumps(value), b"")])
+            return (task.number, now, now, value)
+        return (task.number, VALUE, now, now, dumps(value), b"")
 
     def answers(self, task, value=None, together=False):
         """And this process reads it at once."""
-        handle_message(self.dispatcher, self, self.answer(task, value, together))
+        handle_records(self.dispatcher, self, [self.answer(task, value, together)])
         self.dispatcher.reactor.turn()
 
     def tells_frames(self, request, places):
@@ -241,7 +233,7 @@ class FakeHandle(DroneHandle):
     def receive_all(self):
         self.looks.append(self.dispatcher.reactor.passed)
         while self.unread:
-            handle_message(self.dispatcher, self, self.unread.popleft())
+            handle_records(self.dispatcher, self, [self.unread.popleft()])
 
     def _kill(self):
         self.kills.append(self.dispatcher.reactor.passed)

@@ -353,20 +353,18 @@ def start_and_die(pids):
     os._exit(11)
 
 
-def scribble_over_the_running_page():
+def scribble_over_the_ring():
     from polycephaly.drone import executor
 
     (drone,) = executor._executors
-    drone._status_page.cells[2] = 500
+    drone._ring._cells[0] += 500
     os._exit(1)
 
 
 @local_only
-def test_garbage_that_a_dead_drone_left_in_its_page_harms_nobody():
+def test_garbage_that_a_dead_drone_left_in_its_ring_harms_nobody():
     with poly.Pool(2, output="discard") as pool:
-        assert isinstance(
-            pool.promise(scribble_over_the_running_page).exception(60), poly.DroneDied
-        )
+        assert isinstance(pool.promise(scribble_over_the_ring).exception(60), poly.DroneDied)
         assert [p.result(60) for p in [pool.promise(abs, -i) for i in range(100)]] == list(
             range(100)
         )

@@ -20,7 +20,7 @@ from in_time import (
 from polycephaly import DroneDied, Promise
 from polycephaly.errors import Malformed
 from polycephaly.pool.collecting import take_timeline
-from polycephaly.pool.handlers import handle_message
+from polycephaly.pool.handlers import handle_message, handle_records
 from polycephaly.pool.interfaces import TaskOptions
 from polycephaly.pool.task import Task
 from polycephaly.wire.map_chunks import answers_head, pack_answers
@@ -28,8 +28,6 @@ from polycephaly.wire.messages import (
     ANSWERS,
     CALLS,
     RECALL,
-    pack_outcome,
-    pack_outcomes,
     pack_returned,
     unpack_lists,
     unpack_work,
@@ -60,8 +58,8 @@ def test_a_caller_gets_the_error_of_queueing_a_task_whose_inputs_are_settled(rea
 def answer(handle, number, first, values):
     payload = answers_head(first, len(values), False) + pack_answers(values, False, None, None)
     now = handle.dispatcher.reactor.now
-    outcome = pack_outcome(number, ANSWERS, now, now + 0.001 * len(values), payload, b"")
-    handle_message(handle.dispatcher, handle, pack_outcomes([outcome]))
+    outcome = (number, ANSWERS, now, now + 0.001 * len(values), payload, b"")
+    handle_records(handle.dispatcher, handle, [outcome])
 
 
 def test_what_a_drone_answers_after_its_pool_broke_is_ignored(reactor):

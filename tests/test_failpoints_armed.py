@@ -56,8 +56,8 @@ def test_a_spawned_drone_dies_at_the_point_that_its_environment_names(is_armed, 
         ("drone is made", 1),
         ("drone hears", 3),
         ("drone does one", 3),
-        ("drone keeps an outcome on its page", 3),
-        ("drone sends outcomes", 3),
+        ("drone writes into its ring", 3),
+        ("drone rings", 3),
         ("drone writes into shared memory", 1),
         ("drone closes", 1),
     ],
@@ -161,8 +161,8 @@ OF_DRONES = [
     ("drone hears", 3),
     ("drone does one", 5),
     ("drone notes", 5),
-    ("drone sends outcomes", 3),
-    ("drone says what it has sent", 3),
+    ("drone rings", 3),
+    ("drone flushes", 3),
 ]
 
 

@@ -124,9 +124,9 @@ def test_time_in_the_queue_does_not_count(reactor, alone):
 
 def test_a_limit_waits_for_the_end_of_a_debuggers_session(reactor, alone):
     task = run(alone, timeout=3.0)
-    alone.status_page = SimpleNamespace(debugged=1)
+    alone.status_page = SimpleNamespace(stands_still=True)
     reactor.pass_(100)
-    alone.status_page.debugged = 0
+    alone.status_page.stands_still = False
     assert not task.promise.done()
     reactor.pass_(3.0)
     assert isinstance(task.promise.exception(), TimeoutError) and alone.got(CANCEL) == [task.number]

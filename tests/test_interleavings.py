@@ -14,16 +14,16 @@ from in_time import dispatcher_of
 
 import polycephaly as poly
 from polycephaly.drone import chunk_run as chunk_runs
-from polycephaly.drone.chunk_run import KEEP_SECONDS, MAX_ANSWER_BYTES, RUN_SECONDS, ChunkRun
+from polycephaly.drone.chunk_run import MAX_ANSWER_BYTES, RUN_SECONDS, WRITE_SECONDS, ChunkRun
 from polycephaly.drone.console import OutputTail
 from polycephaly.drone.executor import DroneExecutor
+from polycephaly.drone.outcomes import Outcomes
 from polycephaly.drone.overlap import Overlap
-from polycephaly.drone.result_buffer import ResultBuffer
 from polycephaly.drone.sigterm import Sigterm
 from polycephaly.drone.store import DroneStore
 from polycephaly.engines.local.drone import ControlThread
 from polycephaly.pool.chunk import Chunk
-from polycephaly.pool.handlers import handle_message
+from polycephaly.pool.handlers import handle_records
 from polycephaly.runtime import fork_guard
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.map_chunks import (
@@ -41,9 +41,7 @@ from polycephaly.wire.messages import (
     EVENT_LOG,
     VALUE,
     pack_numbers,
-    pack_outcome,
-    pack_outcomes,
-    unpack_outcomes,
+    unpack_records,
     unpack_returned,
 )
 
@@ -407,22 +405,22 @@ def test_each_call_of_a_chunk_is_marked_before_it_begins(form, seconds, count, s
     assert longest == 1 if seconds > RUN_SECONDS else longest * seconds <= 2 * RUN_SECONDS
 
 
-def test_answers_are_kept_after_half_a_millisecond_and_sent_if_they_are_large(stopped_clock):
-    kept = []
+def test_answers_are_written_after_half_a_millisecond_and_told_if_they_are_large(stopped_clock):
+    written = []
 
-    def keep(must_send):
-        kept.append((must_send, len(run.take_done().values)))
+    def write(must_tell):
+        written.append((must_tell, len(run.take_done().values)))
 
     def slow_or_large(n):
         if n == 2:
-            stopped_clock[0] += KEEP_SECONDS * 1.01
+            stopped_clock[0] += WRITE_SECONDS * 1.01
         return bytes(MAX_ANSWER_BYTES) if n == 5 else n
 
     payload, nothing = pack_calls(ITEMS, False, [*range(8)]), lambda *mark: None
-    run = ChunkRun(7, payload, lambda fresh: slow_or_large, dumps, nothing, keep, Sigterm())
+    run = ChunkRun(7, payload, lambda fresh: slow_or_large, dumps, nothing, write, Sigterm())
     run.run()
-    assert kept == [(False, 3), (True, 3)]
-    assert run.copy_done().values == [6, 7] and run.copy_done() is None
+    assert written == [(False, 3), (True, 3)]
+    assert run.take_done().values == [6, 7] and not run.take_done().values
 
 
 def test_the_time_of_a_long_call_goes_on_while_nothing_is_done(stopped_clock):
@@ -465,31 +463,27 @@ def test_answers_of_a_chunk_that_are_heard_twice_answer_nothing_again(reactor):
     reactor.turn()
     one = answers_head(0, 1, False) + pack_answers([1], False, None, None)
     for _ in range(2):
-        outcome = pack_outcome(chunk.number, ANSWERS, 0.0, 0.0, one, b"")
-        handle_message(dispatcher, handle, pack_outcomes([outcome]))
+        outcome = (chunk.number, ANSWERS, 0.0, 0.0, one, b"")
+        handle_records(dispatcher, handle, [outcome])
         reactor.turn()
         assert [part.answers.values for part in chunk.parts] == [[1]]
     assert chunk.calls_left == 1 and not chunk.promise.done()
 
 
-def test_an_outcome_is_not_sent_before_the_events_of_its_task():
-    """The main thread notes both while the control thread packs the events of before."""
-
-    class Events:
-        def __init__(self):
-            self.left = [b"first"]
-
-        def pop_packed(self):
-            packed = b"".join(self.left)
-            self.left.clear()
-            if packed == b"first":
-                self.left.append(b"last")
-                buffer.add(7, VALUE, 0.0, 1.0, b"")
-            return packed
-
-    page = SimpleNamespace(keep=lambda entry: True)
+def test_an_outcome_is_not_written_before_the_events_of_its_task():
+    events = SimpleNamespace(
+        events=[1], pop_packed=lambda: b"packed" if events.events.pop() else b""
+    )
+    written = []
     references = SimpleNamespace(returned=False)
-    buffer = ResultBuffer(page, None, None, references, OutputTail(), DroneStore("drone"), Events())
-    first, second = (unpack_outcomes(buffer.take_message()) for _ in range(2))
-    assert [(each[1], each[4]) for each in first] == [(EVENT_LOG, b"first")]
-    assert [(each[1], each[4]) for each in second] == [(EVENT_LOG, b"last"), (VALUE, b"")]
+    outcomes = Outcomes(
+        lambda record, is_shared=False: written.append(record),
+        None,
+        None,
+        references,
+        OutputTail(),
+        DroneStore("drone"),
+        events,
+    )
+    outcomes.add_value(7, 0.0, 1.0, None)
+    assert [record[1] for record in unpack_records(written)] == [EVENT_LOG, VALUE]

@@ -523,7 +523,7 @@ def locals_below():
 
 def shown_secrets(of):
     frames = of.doit(locals_below)
-    assert {"_run_task", "serve"} <= {name for name, _ in frames}
+    assert {"_run_next", "serve"} <= {name for name, _ in frames}
     secrets = [SECRET, repr(bytes(multiprocessing.current_process().authkey))]
     return [
         (name, local, secret)

@@ -35,12 +35,12 @@ import polycephaly as poly
 from polycephaly.pool import map as map_module
 from polycephaly.pool.chunk import Chunk
 from polycephaly.pool.dispatcher import Dispatcher
-from polycephaly.pool.handlers import handle_message
+from polycephaly.pool.handlers import handle_message, handle_records
 from polycephaly.pool.interfaces import TaskOptions
 from polycephaly.pool.map import Ordered, Unordered
 from polycephaly.pool.map_source import Source
 from polycephaly.wire.map_chunks import ITEMS, answers_head, pack_answers, pack_calls
-from polycephaly.wire.messages import ANSWERS, pack_outcome, pack_outcomes, pack_returned
+from polycephaly.wire.messages import ANSWERS, pack_returned
 from polycephaly.wire.shareable import bytes_together
 
 PATIENCE = 60.0
@@ -1103,8 +1103,8 @@ def answer_chunk(dispatcher, handle, chunk):
     values = [chunk.first_item + n for n in range(chunk.answered, chunk.count)]
     answers = answers_head(chunk.answered, len(values), False)
     answers += pack_answers(values, False, None, None)
-    outcome = pack_outcome(chunk.number, ANSWERS, 0.0, 0.001, answers, b"")
-    handle_message(dispatcher, handle, pack_outcomes([outcome]))
+    outcome = (chunk.number, ANSWERS, 0.0, 0.001, answers, b"")
+    handle_records(dispatcher, handle, [outcome])
 
 
 def test_a_wait_for_results_goes_on_where_a_chunk_ends_and_the_next_is_not_done(monkeypatch):
@@ -1349,8 +1349,8 @@ def test_a_chunk_that_was_cut_again_and_again_is_cancelled_with_all_that_follows
         [last] = handle.in_flight.values()
         handle_message(dispatcher, handle, pack_returned([(last.number, rest)]))
         answers = answers_head(0, 1, False) + pack_answers([0], False, None, None)
-        outcome = pack_outcome(last.number, ANSWERS, 0.0, 0.0, answers, b"")
-        handle_message(dispatcher, handle, pack_outcomes([outcome]))
+        outcome = (last.number, ANSWERS, 0.0, 0.0, answers, b"")
+        handle_records(dispatcher, handle, [outcome])
     reactor.turn()
     [last] = handle.in_flight.values()
     map_module._cancel([first])

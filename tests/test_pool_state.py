@@ -99,6 +99,7 @@ class FakeTask:
     preferred_since, position, resources, priority, retries = 0.0, 0, (), 0, 0
     recompute_payload, runs_elsewhere, timed_out, label = None, False, False, "a call"
     is_divisible, calls_left = False, 1
+    shares_pickle = assignments.Task.shares_pickle
 
     def __init__(self, number, definition, **options):
         self.number = self.call_number = number

@@ -1,6 +1,7 @@
 """What only an engine on a cluster has: its ends, its errors, its placement, values that pass the
 controller by."""
 
+import marshal
 import math
 import os
 import signal
@@ -16,6 +17,8 @@ from scripts import Script, run_script
 
 from polycephaly import green
 from polycephaly.runtime.tuning import tuning
+from polycephaly.wire.ring import FORMAT, HEADER_BYTES
+from polycephaly.wire.status_page import PAGE_BYTES
 
 NUMBERS = 4_000_000
 
@@ -435,7 +438,7 @@ def drone_with_a_page(diary, lives):
     child = os.fork()
     if not child:
         folder = diary.open_folder()
-        diary.ExitRecord(folder).mark_started(7)
+        diary.ExitRecord(folder).page.mark_started(7)
         os.write(writes, folder.encode())
         while lives:
             signal.pause()
@@ -474,28 +477,52 @@ def test_a_page_holds_what_no_acknowledged_report_has_brought(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
     from polycephaly.engines.ray import exit_record as diary
 
-    page = diary.ExitRecord(str(tmp_path))
-    try:
-        assert page.keep(b"a") and page.keep(b"b")
-        before = page.count_entries()
-        assert page.keep(
-            b"c"
-        )  # by the main thread, while its control thread makes a report of the others
-        page.add_report(1, before)
-        page.add_report(2, before)
-        page.acknowledge(0)
-        assert page.kept() == b"abc"
-        page.acknowledge(1)
-        assert page.kept() == b"c"
-        assert page.keep(b"d")
-        page.acknowledge(2)
-        assert page.kept() == b"cd"
-        page.add_report(3, page.count_entries())
-        page.acknowledge(3)
-        assert page.kept() == b""
-    finally:
-        page.cells.release()
-        page._buffer.release()
+    record = diary.ExitRecord(str(tmp_path))
+
+    def kept():
+        """As read after a death."""
+        with open(tmp_path / "page", "rb") as file:
+            memory = bytearray(file.read())
+        return "".join(text for (text,) in diary._unread(memoryview(memory)[PAGE_BYTES:]))
+
+    def keep(text):
+        record.keep(marshal.dumps((text,), FORMAT))
+
+    keep("a")
+    keep("b")
+    record.add_report(1)
+    record.add_report(2)
+    keep("c")
+    record.acknowledge(0)
+    assert kept() == "abc"
+    record.acknowledge(1)
+    assert kept() == "c"
+    keep("d")
+    record.acknowledge(2)
+    assert kept() == "cd"
+    keep("x" * 20_000)  # for which there is no room
+    record.add_report(3)
+    record.acknowledge(3)
+    assert kept() == ""
+    for _ in range(2000):  # it goes round
+        keep("e" * 100)
+        record.add_report(4)
+        record.acknowledge(4)
+    keep("f")
+    assert kept() == "f"
+
+
+@pytest.mark.guarantee("cluster-2")
+def test_what_a_dead_drone_has_scribbled_over_its_ring_is_nothing(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray>=2.40'")
+    from polycephaly.engines.ray import exit_record as diary
+
+    record = diary.ExitRecord(str(tmp_path))
+    record.keep(marshal.dumps(("a",), FORMAT))
+    with open(tmp_path / "page", "rb") as file:
+        memory = bytearray(file.read())
+    memory[PAGE_BYTES + HEADER_BYTES + 3] ^= 1
+    assert diary._unread(memoryview(memory)[PAGE_BYTES:]) == ()
 
 
 def print_much(times):

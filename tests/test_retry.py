@@ -21,7 +21,7 @@ from in_time import dispatcher_of, give
 
 from polycephaly import DroneDied, Retry
 from polycephaly.engines.remote.connection import Connection
-from polycephaly.pool.handlers import handle_message
+from polycephaly.pool.handlers import handle_records
 from polycephaly.pool.limits import GRACE_STEPS
 from polycephaly.pool.retry import MAX_DELAY_SECONDS
 from polycephaly.pool.task_promise import facts_of
@@ -33,8 +33,6 @@ from polycephaly.wire.messages import (
     RETURNED,
     WITHDRAWN,
     message_type,
-    pack_outcome,
-    pack_outcomes,
     pack_returned,
 )
 
@@ -139,12 +137,12 @@ def handle(dispatcher):
 
 
 def error_of(task, error):
-    return pack_outcome(task.number, ERROR, 0.0, 0.0, pack_exception(error, dumps), b"")
+    return (task.number, ERROR, 0.0, 0.0, pack_exception(error, dumps), b"")
 
 
 def fail(handle, task, error=None):
     entry = error_of(task, OSError("out of order") if error is None else error)
-    handle_message(handle.dispatcher, handle, pack_outcomes([entry]))
+    handle_records(handle.dispatcher, handle, [entry])
     handle.dispatcher.reactor.turn()
 
 
@@ -229,7 +227,7 @@ def test_a_task_that_is_cancelled_before_its_failure_is_known_stays_cancelled(
     reactor, dispatcher, handle
 ):
     task = give(dispatcher, abs, -1, retries=TWICE)
-    handle_message(dispatcher, handle, pack_outcomes([error_of(task, OSError())]))
+    handle_records(dispatcher, handle, [error_of(task, OSError())])
     assert task.promise.cancel()
     reactor.turn()
     assert task.promise.cancelled() and is_idle(dispatcher)
@@ -239,7 +237,7 @@ def test_a_task_that_is_cancelled_before_its_failure_is_known_stays_cancelled(
 def test_a_pool_that_closes_waits_for_the_repetition(reactor, dispatcher, handle):
     task = give(dispatcher, abs, -1, retries=TWICE)
     dispatcher.close()
-    handle_message(dispatcher, handle, pack_outcomes([error_of(task, OSError())]))
+    handle_records(dispatcher, handle, [error_of(task, OSError())])
     reactor.critical_section()  # when the drone is idle, and the error not yet opened
     assert dispatcher.handles == [handle] and handle.state.name == "READY"
     reactor.pass_(1)
@@ -282,7 +280,7 @@ def test_the_answer_to_one_attempt_does_not_settle_the_next(reactor, dispatcher,
     answer = handle.answer(task, "late")
     fail(handle, task)
     reactor.pass_(1)
-    handle_message(dispatcher, handle, answer)
+    handle_records(dispatcher, handle, [answer])
     reactor.turn()
     assert not task.promise.done() and [*handle.in_flight.values()] == [task]
 
@@ -397,7 +395,7 @@ def test_an_answer_that_is_handled_before_the_rejection_is_recorded_as_out_of_ti
         send(frames, tasks)
         if message_type(frames) == CANCEL:
             entry = error_of(task, KeyboardInterrupt())
-            handle_message(dispatcher, handle, pack_outcomes([entry]))
+            handle_records(dispatcher, handle, [entry])
 
     monkeypatch.setattr(handle, "send", stop_at_once)
     reactor.pass_(1)
@@ -448,13 +446,9 @@ def test_a_task_whose_time_is_over_before_it_begins_has_another_try(
 ):
     task = give(dispatcher, abs, -1, timeout=1, retries=TWICE)
     reactor.pass_(1)
-    handle_message(
-        dispatcher,
-        handle,
-        pack_returned([(task.number, 0)])
-        if how == RETURNED
-        else pack_outcomes([pack_outcome(task.number, WITHDRAWN, 0.0, 0.0, b"", b"")]),
-    )
+    returned = (pack_returned([(task.number, 0)]),)
+    withdrawn = (task.number, WITHDRAWN, 0.0, 0.0, b"", b"")
+    handle_records(dispatcher, handle, [returned if how == RETURNED else withdrawn])
     reactor.pass_(0.9)
     assert not task.promise.done() and not handle.in_flight
     reactor.pass_(0.1)

@@ -12,12 +12,12 @@ from in_time import dispatcher_of, give, make_ready, task
 import polycephaly as poly
 from polycephaly import Promise
 from polycephaly.pool import leases
-from polycephaly.pool.handlers import handle_message
+from polycephaly.pool.handlers import handle_records
 from polycephaly.pool.status import describe_pool, drone_state, running_label
 from polycephaly.runtime import parent_death
 from polycephaly.runtime.hidden import Hidden
 from polycephaly.runtime.procfs import state_of
-from polycephaly.wire.messages import ERROR, pack_outcome, pack_outcomes
+from polycephaly.wire.messages import ERROR
 
 
 def counts(dispatcher):
@@ -36,8 +36,8 @@ def test_an_initializer_that_fails_before_the_pid_is_known_fails_the_tasks_and_n
     (drone,) = dispatcher.handles
     drone.says_hello()
     (number,) = drone.in_flight
-    failed = pack_outcome(number, ERROR, reactor.now, reactor.now, b"no pickle", b"")
-    handle_message(dispatcher, drone, pack_outcomes([failed]))
+    failed = (number, ERROR, reactor.now, reactor.now, b"no pickle", b"")
+    handle_records(dispatcher, drone, [failed])
     reactor.turn()
     assert drone.pid is None and dispatcher.begun.result(0) is None
 
@@ -85,8 +85,8 @@ def test_errors_time_limits_and_deaths_are_failures_and_cancelled_tasks_are_not(
     (drone,) = dispatcher.handles
 
     def fail(number):
-        outcome = pack_outcome(number, ERROR, reactor.now, reactor.now, b"no pickle", b"")
-        drone.unread.append(pack_outcomes([outcome]))
+        outcome = (number, ERROR, reactor.now, reactor.now, b"no pickle", b"")
+        drone.unread.append(outcome)
         drone.receive_all()
         reactor.turn()
 

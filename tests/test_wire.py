@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import gc
+import marshal
 import os
 import pickle
 import random
@@ -12,7 +13,6 @@ import stat
 import struct
 import threading
 from collections import deque
-from queue import SimpleQueue
 from unittest import mock
 
 import pytest
@@ -32,20 +32,20 @@ from polycephaly.wire.message_socket import MessageSocket
 from polycephaly.wire.messages import (
     HELLO,
     MIN_LARGE_BYTES,
-    RESULTS,
     Malformed,
     TaskBatch,
+    check_outcome,
     message_type,
     pack_frames,
     pack_numbers,
     pack_outcome,
-    pack_outcomes,
     unpack_frames,
     unpack_numbers,
-    unpack_outcomes,
+    unpack_records,
     unpack_work,
 )  # fmt: skip
 from polycephaly.wire.pickling import capture
+from polycephaly.wire.ring import FORMAT, HEADER_BYTES, RingReader, RingWriter
 
 u64 = st.integers(0, 2**64 - 1)
 u32 = st.integers(0, 2**32 - 1)
@@ -72,10 +72,10 @@ def test_work_survives_the_way(batch):
 @at_any_pace
 @given(outcomes)
 def test_outcomes_survive_the_way(batch):
-    assert [
-        (*o[:4], bytes(o[4]), o[5].encode())
-        for o in unpack_outcomes(pack_outcomes([pack_outcome(*each) for each in batch]))
-    ] == batch
+    records = unpack_records([pack_outcome(*each) for each in batch])
+    for each in records:
+        check_outcome(each)
+    assert records == batch
 
 
 @at_any_pace
@@ -91,13 +91,9 @@ def pack_work(batch):
     return message.frames()
 
 
-def pack_results(batch):
-    return pack_outcomes([pack_outcome(*each) for each in batch])
-
-
 def decode_any(message):
     """As both receivers do: the head first, then by its type; here by every type."""
-    for decode in (message_type, unpack_work, unpack_outcomes, unpack_numbers):
+    for decode in (message_type, unpack_work, unpack_numbers):
         try:
             decode(message)
         except Malformed:
@@ -113,9 +109,7 @@ def test_garbage_raises_malformed_and_nothing_else(message):
 
 
 @settings(at_any_pace, max_examples=300)
-@given(
-    st.one_of(items.map(pack_work), outcomes.map(pack_results)), st.randoms(use_true_random=False)
-)
+@given(items.map(pack_work), st.randoms(use_true_random=False))
 @pytest.mark.slow
 def test_mutated_and_truncated_messages_raise_malformed_and_nothing_else(message, dice):
     message = [bytearray(each) for each in message]
@@ -155,7 +149,6 @@ def test_every_message_type_has_a_byte_of_its_own():
     kinds = [
         messages.HELLO,
         messages.WORK,
-        messages.RESULTS,
         messages.CANCEL,
         messages.RECALL,
         messages.RETURNED,
@@ -241,17 +234,100 @@ def fill(end):
     return sent
 
 
-def test_a_drone_waits_for_room_and_shows_meanwhile_that_it_lives():
-    with socket_pair() as (one, other):
-        sent, beats = fill(one), SimpleQueue()
-        sender = threading.Thread(target=one.send_all, args=([b"last"], lambda: beats.put(None)))
-        sender.start()
-        beats.get(timeout=60)
-        found = []
-        while found[-1:] != [[b"last"]]:
-            found += received(other)
-        sender.join()
-        assert len(found) == sent + 2
+# -- the ring
+
+
+@pytest.fixture
+def ring():
+    memory = memoryview(bytearray(HEADER_BYTES + 4096))
+    return RingWriter(memory), RingReader(memory)
+
+
+def packed(*record):
+    return marshal.dumps(record, FORMAT)
+
+
+records = st.tuples(st.integers(), st.floats(allow_nan=False), st.binary(max_size=5000), st.text())
+
+
+@at_any_pace
+@given(st.lists(st.tuples(records, st.booleans()), max_size=40))
+def test_records_survive_the_ring_in_order(batch):
+    memory = memoryview(bytearray(HEADER_BYTES + 4096))
+    writer, reader = RingWriter(memory), RingReader(memory)
+    found = []
+    for record, reads in batch:
+        writer.write_any(packed(*record), lambda waits, found=found: found.extend(reader.read()))
+        if reads:
+            found += reader.read()
+    assert found + reader.read() == [record for record, _ in batch]
+    assert reader.read() == []
+
+
+def test_a_drone_waits_for_room_and_is_called_meanwhile(ring):
+    writer, reader = ring
+    written = 0
+    while writer.write(packed(written)):
+        written += 1
+    waits = []
+
+    def wait(number):
+        waits.append(number)
+        if number == 3:
+            assert reader.read() == [(each,) for each in range(written)]
+
+    writer.write_any(packed("last"), wait)
+    assert waits == [0, 1, 2, 3] and reader.read() == [("last",)]
+
+
+def test_what_is_written_before_its_end_is_stored_is_not_seen(ring):
+    writer, reader = ring
+    writer.write(packed(1))
+    before = writer.end()
+    writer.write(packed(2))
+    after, writer._cells[0] = writer.end(), before
+    assert reader.read() == [(1,)] and reader.read() == []
+    writer._cells[0] = after
+    assert reader.read() == [(2,)]
+
+
+def test_an_end_that_is_seen_before_the_bytes_is_none_yet(ring):
+    writer, reader = ring
+    writer.write(packed(1))
+    writer._bytes[9] ^= 1
+    assert reader.read() is None and reader.read() is None
+    writer._bytes[9] ^= 1
+    assert reader.read() == [(1,)]
+
+
+def test_an_end_beyond_the_ring_is_none(ring):
+    writer, reader = ring
+    writer._cells[0] = 5000
+    assert reader.read() is None
+
+
+def test_another_reader_goes_on_where_the_first_has_read_up_to(ring):
+    """The memory of a dead drone on Ray, whose reports were acknowledged up to there."""
+    writer, _ = ring
+    writer.write(packed(1))
+    writer.forget(writer.end())
+    writer.write(packed(2))
+    memory = memoryview(writer._cells.obj)
+    assert RingReader(memory).read() == [(2,)]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [[1], ["text"], [5, (1,)], [5, b"12345"], [3, b"1", 7], [b"123"], [0, b""], [-1, b"1"]],
+)
+def test_what_is_no_record_is_an_empty_one_and_the_next_one_is_read(ring, pieces):
+    writer, reader = ring
+    for each in pieces:
+        writer.write(marshal.dumps(each, FORMAT))
+    found = reader.read()
+    writer.write(packed("next"))
+    found += reader.read()
+    assert found[-1] == ("next",) and {*found} <= {(), (1,), ("next",)} and len(found) > 1
 
 
 @pytest.mark.parametrize("number", [errno.ENOBUFS, errno.ENOMEM])
@@ -264,6 +340,32 @@ def test_a_message_for_which_the_kernel_has_no_memory_is_sent_later(number):
         assert not one.send_rest() and one.lacks_memory
         one._socket = real
         assert one.send_rest() and not one.lacks_memory and received(other) == [[b"a"]]
+
+
+def test_a_bell_is_rung_until_the_kernel_has_memory_for_it_or_no_room():
+    with socket_pair() as (one, other):
+        real = one._socket
+        one._socket = mock.Mock()
+        one._socket.send.side_effect = [
+            OSError(errno.ENOBUFS, "none"),
+            OSError(errno.ENOMEM, "none"),
+            1,
+        ]
+        one.ring()
+        assert one._socket.send.call_count == 3
+        one._socket.send.side_effect = OSError(errno.ENOTSOCK, "a file of the task")
+        with pytest.raises(OSError, match="a file"):
+            one.ring()
+        one._socket = real
+        for _ in range(3):
+            one.ring()
+        assert [other.hear_bell() for _ in range(4)] == [True] * 4  # the last of none
+        for _ in range(10_000):
+            one.ring()
+        one._socket.close()
+        while other.hear_bell():
+            pass
+        assert not other.hear_bell()
 
 
 def packet(kind, head, size=None):
@@ -343,7 +445,7 @@ def test_a_control_thread_that_fails_lets_no_other_thread_tell_what_was_sent():
     drone = LocalDrone.__new__(LocalDrone)
     drone.socket_lock, drone._waiting = threading.Lock(), False
     drone._woken = False
-    drone._send_outcomes = mock.Mock(side_effect=OSError("no descriptor is left"))
+    drone._tell_of_done = mock.Mock(side_effect=OSError("no descriptor is left"))
     with pytest.raises(OSError, match="no descriptor"):
         drone.receive_if_free()
     assert drone.socket_lock.locked()  # until the process has ended, which is next
@@ -415,9 +517,9 @@ def say_nonsense(by):
                 except BlockingIOError:
                     break
             else:
-                head = RESULTS + dice.randbytes(29 * dice.randrange(4))
-                large = [bytes(60_000)] if by == "large results" else []
-                drone._send([head, dice.randbytes(dice.randrange(9)), *large])
+                large = bytes(600_000 if by == "large results" else 0)
+                drone._put(marshal.dumps((7, dice.randbytes(dice.randrange(9)), large), FORMAT))
+                drone._tell()
     return by
 
 

@@ -50,6 +50,7 @@ MARKED = {
     "test_green_fork": "process",
     "test_hostile": "process",
     "test_joblib": "process",
+    "test_ring": "process",
     "test_jupyter": "script",
     "test_timeline_page": "script",
 }

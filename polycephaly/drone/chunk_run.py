@@ -4,15 +4,15 @@
       └──either thread: pop, from the end──> given back, if the controller recalls them
 
 Calls are marked in the status page before they begin, in *runs* of some hundred microseconds, or of
-one longer call. After a run, if `KEEP_SECONDS` are over, the answers are copied into the status
-page, from where they reach the controller if the drone dies. They are sent together when the chunk
-ends, or, while it goes on, when they are large or the last ones were sent `FLUSH_SECONDS` before.
-So that no result waits for a long call behind it, the control thread sends what is done if a run
-takes long. It also has the main thread *slow down*: what is left are runs of one call.
+one longer call. After a run, if `WRITE_SECONDS` are over, the answers are written, so that they
+reach the controller even if the drone dies. The controller is told of them when the chunk ends, or,
+while it goes on, when they are large or it was told `FLUSH_SECONDS` before. So that no result waits
+for a long call behind it, the control thread writes and tells what is done if a run takes long. It
+also has the main thread *slow down*: what is left are runs of one call.
 
 `calls` is a deque. The main thread takes from its beginning to run, all others from its end to give
-back, and each step is atomic: so a call is either run or given back. What is sent is taken from the
-beginning of `done`, while holding `socket_lock`; only the main thread adds to its end.
+back, and each step is atomic: so a call is either run or given back. What is written is taken from
+the beginning of `done`, while holding `socket_lock`; only the main thread adds to its end.
 """
 
 from __future__ import annotations
@@ -44,23 +44,25 @@ from ..wire.main_names import MainSnapshot
 from ..wire.map_chunks import ITEMS, MIN_SEPARATE_LENGTH, PICKLED, Packed, unpack_calls
 from ..wire.pickling import capture_builtins
 from ..wire.shareable import BATCHED_TYPES, ITEM_BYTES, SMALL_TYPES, check_of
-from ..wire.status_page import PAGE_BYTES
 from .sigterm import Sigterm
 
 MAX_ANSWER_BYTES = 256 * 1024
-"""Bytes of answers after which they are sent."""
+"""Bytes of answers after which the controller is told of them."""
 RUN_SECONDS = 0.0001
 """Time of calls that are marked together: to mark them, and look at the time, takes 0.5 µs."""
-MAX_KEPT_BYTES = PAGE_BYTES // 2
-KEEP_SECONDS = 0.0005
-"""Time after which answers are to outlive the drone: a death costs no more calls than that, unless
-the page has no room for the answers."""
+BULKY_BYTES = 8 * 1024
+"""Bytes of answers from which they wait for others, because fewer pickles are opened faster."""
+WRITE_SECONDS = 0.0005
+"""Time after which answers are written: a death costs no more calls than that, unless the answers
+are bulky."""
 MANY_CALLS = 16
-BRIEF_KEEP_SECONDS = 0.004
-"""The same if that were more than `MANY_CALLS`: to copy the answers of so short calls that often
-takes up to a fifth of their time."""
+LATE_WRITE_SECONDS = 0.004
+"""The same if that were more than `MANY_CALLS`, or answers that need a pickle: to write them more
+often takes up to a fifth of the time of so short calls, and to open them the controller's."""
+MAX_BITS = 1024
+"""Bits of an int that counts as small."""
 FLUSH_SECONDS = 0.02
-"""Time that an answer may wait in a chunk for others to be sent with."""
+"""Time that an answer may wait in a chunk until the controller is told of it."""
 
 
 _BUILTIN_TYPES = BATCHED_TYPES | CONTAINER_TYPES | {tuple, frozenset, bytearray}
@@ -79,6 +81,18 @@ class Part(NamedTuple):
     finished: float
     """When the last one had ended."""
 
+    def is_small(self) -> bool:
+        """Return whether these are few values that need no pickle, of a short time: then the
+        controller handles them together with those before and behind them.
+        """
+        return (
+            0 < len(self.values) <= MANY_CALLS
+            and not self.packed
+            and self.finished - self.started < FLUSH_SECONDS
+            and BATCHED_TYPES.issuperset(map(type, self.values))
+            and all(map(_is_short, self.values))
+        )
+
 
 class ChunkRun:
     """A chunk being run. `open_function` gives the function; with True, a fresh one. `mark_calls`
@@ -93,7 +107,7 @@ class ChunkRun:
         open_function: Callable[[bool], Callable[..., Any]],
         pack: Callable[[Any], Any],
         mark_calls: Callable[[int, int], None],
-        keep: Callable[[bool], None],
+        write: Callable[[bool], None],
         sigterm: Sigterm,
         snapshot: MainSnapshot | None = None,
     ) -> None:
@@ -116,13 +130,12 @@ class ChunkRun:
         # pickled: if a call adds a hook of pickle to it, the results of the next chunk obey.
         self._ways = _WAYS.copy()
         self._mark_calls = mark_calls
-        self._keep = keep
+        self._write = write
         self._sigterm = sigterm
         self._stopped: deque[Any] = deque()  # those that a SIGTERM has kept from beginning
         self._begun = 0  # calls that have begun, with all of the last run
-        self._keep_at = self._started + KEEP_SECONDS
+        self._write_at = self._started + WRITE_SECONDS
         self._bytes = 0  # of `done`
-        self._kept = 0  # how many of `done` `copy_done` has returned
         self._misses = 0.0
 
     def run(self) -> None:
@@ -149,10 +162,10 @@ class ChunkRun:
         if self._sigterm.received:
             return False
         now = monotonic()
-        if now > self._keep_at and self.done:
-            is_brief = len(self.done) - self._kept > MANY_CALLS
-            if not is_brief or now > self._keep_at + BRIEF_KEEP_SECONDS - KEEP_SECONDS:
-                self._keep_done(False)
+        if now > self._write_at and self.done:
+            waits = len(self.done) > MANY_CALLS or type(self.done[-1]) not in BATCHED_TYPES
+            if not waits or now > self._write_at + LATE_WRITE_SECONDS - WRITE_SECONDS:
+                self._write_done(False)
         seconds, self._run_began = now - self._run_began, monotonic()
         if seconds < RUN_SECONDS:
             self._run_length *= 2
@@ -162,10 +175,10 @@ class ChunkRun:
         self._mark_calls(self._begun, self._run_length)
         return True
 
-    def _keep_done(self, must_send: bool) -> None:
+    def _write_done(self, must_send: bool) -> None:
         forked.exit_if_forked(self._generation)
-        self._keep(must_send)
-        self._keep_at = monotonic() + KEEP_SECONDS
+        self._write(must_send)
+        self._write_at = monotonic() + WRITE_SECONDS
         if must_send:
             self._ways.update(_WAYS)  # some are for containers for which there was no room
 
@@ -193,7 +206,7 @@ class ChunkRun:
                     must_send = ways.get(kind, add_other)(self, value)
                     del value
                     if must_send:
-                        self._keep_done(True)
+                        self._write_done(True)
 
     def _run_pickled(self, function: Callable[..., Any]) -> None:
         take, done = self.calls.popleft, self.done
@@ -213,7 +226,7 @@ class ChunkRun:
                 if type(value) in SMALL_TYPES:
                     done.append(value)
                 elif self._add_answer(value):
-                    self._keep_done(True)
+                    self._write_done(True)
                 del value
 
     def _run_rows(self) -> None:
@@ -237,7 +250,7 @@ class ChunkRun:
                 if type(value) in SMALL_TYPES:
                     done.append(value)
                 elif self._add_answer(value):
-                    self._keep_done(True)
+                    self._write_done(True)
                 del value
 
     def _add_answer(self, value: Any) -> bool:
@@ -334,22 +347,12 @@ class ChunkRun:
         if count:
             del self.done[:count]
             self.answered += count
-            self._kept, self._bytes, self._started = 0, 0, now
+            self._bytes, self._started = 0, now
         return part
 
-    def copy_done(self) -> Part | None:
-        """Return the answers that are to be kept: those that were not returned before, and not
-        sent. None if there are none, or too many for the page.
-        """
-        kept, values = self._kept, self.done[self._kept :]
-        if not values or self._bytes > MAX_KEPT_BYTES:
-            return None
-        self._kept += len(values)
-        return Part(self.answered + kept, values, self._packed, self._started, monotonic())
-
-    def keep_no_more(self) -> None:
-        """Have nothing kept until the next answers are sent: the page is full."""
-        self._bytes = MAX_KEPT_BYTES + 1
+    def is_bulky(self) -> bool:
+        """Return whether the answers are so large that they had better be sent together."""
+        return self._bytes > BULKY_BYTES
 
     def give_back(self, *, even_if_whole: bool = False) -> int:
         """Take away the calls that were not begun, unless the chunk is to be run as a whole, and
@@ -385,6 +388,13 @@ class ChunkRun:
                 self.calls.popleft()
             except IndexError:
                 self.error = None
+
+
+def _is_short(value: Any) -> bool:
+    kind = type(value)
+    if kind is str or kind is bytes:
+        return len(value) < MIN_SEPARATE_LENGTH
+    return kind is not int or value.bit_length() < MAX_BITS
 
 
 def _drain(calls: deque[Any]) -> deque[Any]:

@@ -1,11 +1,11 @@
-"""Receive tasks in batches, run them in the main thread of a drone, and send the outcomes.
+"""Receive tasks in batches, run them in the main thread of a drone, and write the outcomes.
 
-    WORK ── _on_work ──> _todo ──main thread: _run_next──> _outcomes ── _flush ──> RESULTS
+    WORK ── _on_work ──> _todo ──main thread: _run_next──> _outcomes ── _put, _tell ──> controller
       RECALL: returns the tasks in _todo      CANCEL: withdraws, or interrupts
 
-The drone of each engine is a `DroneExecutor` that receives and sends in its own way, and has a
-thread, the *control thread*, that does so while the main thread is busy. A thread that receives or
-sends holds `socket_lock`. `_todo` is a deque: the main thread takes from its left, the control
+The drone of each engine is a `DroneExecutor` that receives and writes in its own way, and has a
+thread, the *control thread*, that does so while the main thread is busy. A thread that receives
+holds `socket_lock`. `_todo` is a deque: the main thread takes from its left, the control
 thread from its right or the middle. Each of these steps is atomic, so a task is either run or
 returned, never both.
 
@@ -69,8 +69,7 @@ from ..wire.messages import (
     WORK,
     message_type,
     pack_frames,
-    pack_outcome,
-    pack_outcomes,
+    pack_message,
     pack_returned,
     unpack_lists,
     unpack_numbers,
@@ -84,8 +83,8 @@ from .frames import OWN_FILES, frames_now, sampled_threads
 from .functions import LoadedFunction, define
 from .inbox import Calls, ReceivedTask
 from .logs import install_log_forwarding
+from .outcomes import Outcomes
 from .overlap import Overlap
-from .result_buffer import ResultBuffer
 from .sigterm import Sigterm
 from .store import DroneStore
 
@@ -95,14 +94,13 @@ _CALLS = {CALL, CALL_KEYWORDS, CALL_FILLED, CALL_CHUNK, CALLS}
 BRIEF_TASK_SECONDS = 0.001
 """For a shorter task, measuring the processor time is not worth while."""
 CHUNK_FLUSH_SECONDS = 0.0002
-"""`tuning.flush_seconds` behind a chunk: short, so that fewer results are unpickled at once."""
+"""`tuning.flush_seconds` behind a chunk: short, so that fewer results are opened at once."""
 
 
 class DroneExecutor:
     _owns_process = True
     """True if this process is a drone, with an output tag and threads of its own."""
     _cpu_time = staticmethod(process_time)
-    _buffer_type = ResultBuffer
     _sigterm = Sigterm()  # never received
 
     def __init__(
@@ -134,8 +132,8 @@ class DroneExecutor:
         self._drone_store = DroneStore(name)
         self._snapshot = snapshot
         tail = self._take_over_process(snapshot)
-        self._outcomes = self._buffer_type(
-            status_page, snapshot, store, ref_table, tail, self._drone_store, events
+        self._outcomes = Outcomes(
+            self._put, snapshot, store, ref_table, tail, self._drone_store, events
         )
 
     def _take_over_process(self, snapshot: MainSnapshot) -> OutputTail:
@@ -152,9 +150,15 @@ class DroneExecutor:
 
     # -- implemented by the drone of each engine ---------------------------------------------------
 
-    def _send(self, frames: list[bytes]) -> None:
-        """Send a message, holding `socket_lock`."""
+    def _put(self, record: bytes, is_shared: bool = False) -> None:
+        """Write a record for the controller, which it need not read before `_tell`. If possible,
+        the record outlives this drone from now on; not if it `is_shared`, and the engine keeps what
+        it refers to in this process. Any thread may call this.
+        """
         raise NotImplementedError
+
+    def _tell(self) -> None:
+        """Have the controller read what was written. Any thread may call this."""
 
     def _receive(self, wait: bool) -> None:
         """In the main thread: handle the messages that have come; if `wait`, first wait for one."""
@@ -162,6 +166,10 @@ class DroneExecutor:
 
     def _wake_main_thread(self) -> None:
         """Wake the main thread, if it waits, to send or check something. Any thread may call it."""
+
+    def _send(self, frames: list[bytes]) -> None:
+        self._put(pack_message(frames))
+        self._tell()
 
     # -- a child that a task has forked ------------------------------------------------------------
 
@@ -205,11 +213,11 @@ class DroneExecutor:
         return True  # the task's objects are freed before the thread waits for more
 
     def _run_calls(self, calls: Calls) -> None:
-        """Run many tasks as `_run_task` does.
-
-        Values that are small and immutable are sent together.
-        """
-        take, call = calls.queue.popleft, calls.definition.call_with
+        """Run tasks as `_run_task` does, whose arguments came together."""
+        take, definition = calls.queue.popleft, calls.definition
+        call = definition.call_with
+        measures = len(calls.queue) == 1 and not definition.brief
+        cpu_start = self._cpu_time() if measures else 0.0
         mark_started = self._status_page.mark_started
         outcomes, sigterm = self._outcomes, self._sigterm
         add_value = outcomes.add_value
@@ -240,16 +248,20 @@ class DroneExecutor:
                 self._current = 0
                 finished = monotonic()
                 self.keep_frames(number, error)
-                packed = outcomes.pack_error(error)
-                kept = outcomes.add(number, ERROR, started, finished, packed)
+                status, together, payload = ERROR, False, outcomes.pack_error(error)
             else:
                 finished = monotonic()
-                if together:
-                    kept = add_value(number, started, finished, value)
-                else:
-                    kept = outcomes.add(number, VALUE, started, finished, payload)
+                status = VALUE
+            if measures:
+                definition.brief = finished - started < BRIEF_TASK_SECONDS
+                if not definition.brief:
+                    outcomes.add_processor_time(number, self._cpu_time() - cpu_start)
+            if together:
+                add_value(number, started, finished, value)
+            else:
+                outcomes.add(number, status, started, finished, payload)
             self._last_done = number
-            if not kept or finished - self._last_flush > tuning.flush_seconds:
+            if finished - self._last_flush > tuning.flush_seconds and (calls.queue or self._todo):
                 self._flush()
                 self._receive(wait=False)
                 finished = monotonic()
@@ -285,12 +297,12 @@ class DroneExecutor:
         if not brief and not definition.brief:
             outcomes.add_processor_time(number, self._cpu_time() - cpu_start)
         definition.brief = brief
-        kept = outcomes.add(number, status, started, finished, payload)
-        self._end_task(number, kept, finished - self._last_flush > tuning.flush_seconds)
+        outcomes.add(number, status, started, finished, payload)
+        self._end_task(number, finished - self._last_flush > tuning.flush_seconds)
 
-    def _end_task(self, number: int, kept: bool, flush_due: bool) -> None:
+    def _end_task(self, number: int, flush_due: bool) -> None:
         self._last_done = number
-        if not kept or (flush_due and self._todo):
+        if flush_due and self._todo:
             self._flush()
             self._receive(wait=False)
 
@@ -313,7 +325,7 @@ class DroneExecutor:
                     definition.function,
                     outcomes.pack,
                     self._status_page.mark_calls,
-                    self._keep_answers,
+                    self._write_answers,
                     self._sigterm,
                     self._snapshot,
                 )
@@ -334,8 +346,8 @@ class DroneExecutor:
             if self._chunk is None:  # its calls could not be unpickled
                 self.keep_frames(number, error)
                 packed = outcomes.pack_error(error)
-                kept = outcomes.add(number, ERROR, started, monotonic(), packed)
-                self._end_task(number, kept, flush_due=True)
+                outcomes.add(number, ERROR, started, monotonic(), packed)
+                self._end_task(number, flush_due=True)
                 return
             self._chunk.error = self._chunk.error or error  # an interrupt behind the last call
         finished = monotonic()
@@ -344,12 +356,12 @@ class DroneExecutor:
         if not (brief or definition.brief or self._chunk.answered):
             outcomes.add_processor_time(number, self._cpu_time() - cpu_start)
         definition.brief = brief
-        kept = self._add_last_answers(self._chunk)
-        self._end_task(number, kept, finished - self._last_flush > CHUNK_FLUSH_SECONDS)
+        self._add_last_answers(self._chunk)
+        self._end_task(number, finished - self._last_flush > CHUNK_FLUSH_SECONDS)
 
-    def _add_last_answers(self, run: ChunkRun) -> bool:
-        """Add the answers of a chunk that were not sent yet, and give back what is not run after a
-        SIGTERM. Return what `ResultBuffer.add` does.
+    def _add_last_answers(self, run: ChunkRun) -> None:
+        """Write the answers of a chunk that were not written yet, and give back what is not run
+        after a SIGTERM.
         """
         error = None
         if run.error is not None:
@@ -364,23 +376,22 @@ class DroneExecutor:
             rest = run.give_back(even_if_whole=True)
             if rest and error is None:
                 self._send(pack_returned([(run.number, rest)]))
-        if not part.values and error is None:  # the last ones were sent, or none was run
-            return True
-        return self._outcomes.add(*self._outcome_of(run, part, error))
+        if part.values or error is not None:  # else the last ones were written, or none was run
+            self._outcomes.add(*self._outcome_of(run, part, error))
 
     def _outcome_of(
         self, run: ChunkRun, part: Part, error: bytes | None = None
     ) -> tuple[int, int, float, float, bytes | Serialized, bytes]:
-        """Return some answers of a chunk, and the error behind them, as `ResultBuffer` takes it."""
+        """Return some answers of a chunk, and the error behind them, as `Outcomes.add` takes it."""
         failed = error is not None
         head = answers_head(part.first, len(part.values) + failed, failed)
         answers = pack_answers(part.values, part.packed, error, self._store)
         return run.number, ANSWERS, part.started, part.finished, answers, head
 
-    def _keep_answers(self, must_send: bool) -> None:
-        """Have what is done of the chunk that runs outlive this drone; if it is time, or must be,
-        send that, and handle what has come meanwhile. Called by the main thread between two calls,
-        and interrupted only after that.
+    def _write_answers(self, must_send: bool) -> None:
+        """Write what is done of the chunk that runs; if it is time, or must be, have that read, and
+        handle what has come meanwhile. Called by the main thread between two calls, and interrupted
+        only after that.
         """
         run = self._chunk
         assert run is not None
@@ -388,11 +399,9 @@ class DroneExecutor:
         if must_send or monotonic() - self._last_flush > FLUSH_SECONDS:
             self._flush()
             self._receive(wait=False)
-        else:
+        elif not run.is_bulky():
             with self.socket_lock:
-                part = run.copy_done()
-                if part is not None and not self._outcomes.keep(*self._outcome_of(run, part)):
-                    run.keep_no_more()
+                self._put_done(run)
         self._current = run.number
         self._raise_if_interrupted(run.number)
 
@@ -402,32 +411,30 @@ class DroneExecutor:
             self._interrupt_target = 0
             raise KeyboardInterrupt("interrupted by the controller")
 
-    def _send_outcomes(self) -> None:
-        """Send the collected outcomes. Called by either thread, holding `socket_lock`."""
-        frames = self._outcomes.take_message()
-        if frames:
-            self._send(frames)
-
-    def _send_done_so_far(self) -> None:
-        """Send what is done of a chunk that takes long. Called by the control thread, holding
-        `socket_lock`.
+    def _tell_of_done(self) -> None:
+        """Have the controller read what is done while a task takes long. Called by the control
+        thread, holding `socket_lock`.
         """
         run = self._chunk
         if run is not None:
             run.slow_down()
-            self._send_done(run)
+            self._put_done(run)
+        self._outcomes.put_reports()
+        self._tell()
 
-    def _send_done(self, run: ChunkRun) -> None:
-        """Send what is done of a chunk that goes on. Called by either thread, holding
+    def _put_done(self, run: ChunkRun) -> None:
+        """Write what is done of a chunk that goes on. Called by either thread, holding
         `socket_lock`.
         """
         part = run.take_done()
-        if part.values:
-            outcome = self._outcome_of(run, part)
+        if part.is_small():
+            self._outcomes.put_chunk_values(
+                run.number, part.first, part.started, part.finished, part.values
+            )
+        elif part.values:
             # Before the answers, which may contain these handles.
-            kept_values = self._outcomes.kept_value_entries(run.number)
-            entry, large = self._outcomes.entry(*outcome)
-            self._send(pack_outcomes([*kept_values, entry], large))
+            self._outcomes.put_kept_values(run.number)
+            self._outcomes.put(*self._outcome_of(run, part))
 
     def _start_overlapped(self, task: ReceivedTask) -> None:
         """Start a task that runs beside others."""
@@ -467,17 +474,17 @@ class DroneExecutor:
         self, number: int, status: int, started: float, finished: float, payload: bytes | Serialized
     ) -> None:
         # A line that was begun may be that of another task.
-        if not self._outcomes.add(number, status, started, finished, payload, ends_lines=False):
-            self._flush()
+        self._outcomes.add(number, status, started, finished, payload, ends_lines=False)
 
     def _flush(self) -> None:
-        with self.socket_lock:
-            self._send_outcomes()
-            if self._chunk is not None:
-                self._send_done(self._chunk)
-            self._last_flush = monotonic()
-            # With overlapped tasks, `_last_done` is the last task before them.
-            self._status_page.mark_all_answered(self._last_done)
+        if self._chunk is not None:
+            with self.socket_lock:
+                self._put_done(self._chunk)
+        self._outcomes.put_reports()
+        self._tell()
+        self._last_flush = monotonic()
+        # With overlapped tasks, `_last_done` is the last task before them.
+        self._status_page.answered = self._last_done
 
     def send_requested_values(self) -> None:
         """Send the kept values that other processes have requested.
@@ -497,9 +504,8 @@ class DroneExecutor:
                 status, payload = NOT_PACKED, outcomes.pack_error(error)
             finally:
                 pickling_state.for_other_process = False
-            entry, large = outcomes.entry(number, status, 0.0, 0.0, payload)
-            with self.socket_lock:
-                self._send(pack_outcomes([entry], large))
+            outcomes.put(number, status, 0.0, 0.0, payload)
+            self._tell()
 
     # -- either thread, holding `socket_lock` ------------------------------------------------------
 
@@ -546,8 +552,9 @@ class DroneExecutor:
         """Report an error for calls of a function that was not defined here."""
         text = f"a bug in polycephaly: function {definition} was not defined in this drone"
         error = self._outcomes.pack_error(RuntimeError(text))
-        outcomes = [pack_outcome(each, ERROR, 0.0, 0.0, error, b"") for each in unknown]
-        self._send(pack_outcomes(outcomes))
+        for each in unknown:
+            self._outcomes.put(each, ERROR, 0.0, 0.0, error)
+        self._tell()
 
     def _on_recall(self, frames: list[bytes]) -> None:
         returned: list[int] = []
@@ -583,9 +590,10 @@ class DroneExecutor:
                     self._todo.remove(task)
                     withdrawn.append(task.number)
         targets -= set(withdrawn)
+        for each in withdrawn:
+            self._outcomes.put(each, WITHDRAWN, 0.0, 0.0, b"")
         if withdrawn:
-            outcomes = [pack_outcome(each, WITHDRAWN, 0.0, 0.0, b"", b"") for each in withdrawn]
-            self._send(pack_outcomes(outcomes))
+            self._tell()
         self._pending_interrupts |= targets - {0}
         current, overlap = self._current, self._overlap
         begun = {

@@ -29,7 +29,7 @@ from ..memory.references import RefTable
 from ..pool.dispatcher import Dispatcher
 from ..pool.drone_handle import DroneHandle, Times
 from ..pool.engine import Engine
-from ..pool.handlers import handle_message
+from ..pool.handlers import handle_records
 from ..pool.machine import Machine
 from ..runtime.random_numbers import give_back
 from ..store.shared import Shared
@@ -37,7 +37,15 @@ from ..timeline.event_log import EventLog
 from ..wire import placeholders
 from ..wire.functions import FunctionRegistry, RemoteFunction
 from ..wire.main_names import MainSnapshot
-from ..wire.messages import CANCEL, FRAMES, RECALL, STOP, message_type, unpack_numbers
+from ..wire.messages import (
+    CANCEL,
+    FRAMES,
+    RECALL,
+    STOP,
+    message_type,
+    unpack_numbers,
+    unpack_records,
+)
 from ..wire.pickling import capture
 from ..wire.status_page import HEADER_BYTES, StatusPage
 
@@ -138,7 +146,6 @@ class InlineHandle(DroneHandle):
     def __init__(self, engine: InlineEngine, number: int, name: str) -> None:
         super().__init__(engine.dispatcher, number, name)
         self.ref_table = RefTable(_nothing, None, lambda: None)
-        # Without room for results, so that each answer is posted at once.
         self.status_page = StatusPage(memoryview(bytearray(HEADER_BYTES)))
         self.drone = InlineDrone(engine, self)
 
@@ -159,6 +166,7 @@ class InlineDrone(DroneExecutor):
 
     def __init__(self, engine: InlineEngine, handle: InlineHandle) -> None:
         self._engine, self._handle, self.ended = engine, handle, False
+        self._records: list[bytes] = []  # written, and not handed over yet
         snapshot, table = engine.dispatcher.registry.snapshot, handle.ref_table
         page = handle.status_page
         super().__init__(handle.name, page, snapshot, _nothing, table, EventLog())
@@ -216,10 +224,14 @@ class InlineDrone(DroneExecutor):
     def _receive(self, wait: bool) -> None:
         """Do nothing: messages have turns."""
 
-    def _send(self, frames: list[bytes]) -> None:
-        if not self.ended:
-            give_back()  # before the caller goes on
-            self._handle.dispatcher.post(self._on_answer, frames)
+    def _put(self, record: bytes, is_shared: bool = False) -> None:
+        self._records.append(record)
 
-    def _on_answer(self, frames: list[bytes]) -> None:
-        handle_message(self._handle.dispatcher, self._handle, frames)
+    def _tell(self) -> None:
+        records, self._records = self._records, []
+        if records and not self.ended:
+            give_back()  # before the caller goes on
+            self._handle.dispatcher.post(self._on_answer, records)
+
+    def _on_answer(self, packed: list[bytes]) -> None:
+        handle_records(self._handle.dispatcher, self._handle, unpack_records(packed))

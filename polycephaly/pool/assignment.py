@@ -415,8 +415,7 @@ class Assignment:
             drone.sent_count = task.position = drone.sent_count + 1
             in_flight[task.number] = task
             count += 1
-            # Else its arguments are pickled with those of the calls of the same function behind it.
-            if task.args is None or task.keeps or definition.overlaps or definition.captures:
+            if not task.shares_pickle():
                 runs.append([task])
                 size += _message_bytes(task)
                 is_open = False

@@ -1,6 +1,6 @@
 """The dispatcher: the task queue of one `Pool` or `Drone`, and the drones that serve the queue.
 
-    submit (any thread) ──> inbox, queue ──assign──> handle.in_flight ──RESULTS──> promise
+    submit (any thread) ──> inbox, queue ──assign──> handle.in_flight ──answer──> promise
                                    ^                   │ recalled, or the drone died before
                                    └───────────────────┘ it began
 

@@ -238,7 +238,7 @@ class DispatcherBase(TaskRunner, Tenant):
     def _look(self, drone: DroneHandle) -> None:
         now = self.reactor.timers.now()
         drone.receive_all()
-        self.state.limits.looked(drone, drone.status_page.debugged != 0, now)
+        self.state.limits.looked(drone, drone.status_page.stands_still, now)
 
     def _look_at(self, drone: DroneHandle, number: int, steps_left: int) -> None:
         drone.receive_all()

@@ -275,7 +275,7 @@ class DroneHandle(DroneRecord):
             definition = task.definition
             if definition.number not in self._defined:
                 task.definition_bytes = self._define(definition, message)
-            if len(run) > 1:
+            if task.shares_pickle():
                 numbers = [each.number for each in run]
                 calls: list[Any] = [each.args for each in run]
                 message.add_calls(definition.number, numbers, calls)

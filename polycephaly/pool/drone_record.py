@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -208,7 +208,7 @@ class DroneRecord:
         self.changed()
         return chunk.take_rest(calls)
 
-    def remove_many_in_flight(self, numbers: list[int]) -> list[Task | None]:
+    def remove_many_in_flight(self, numbers: Sequence[int]) -> list[Task | None]:
         """Remove many tasks from flight, as `remove_in_flight` does, but for their deadlines, which
         are dropped when their time comes.
         """

@@ -1,6 +1,6 @@
-"""Handlers of the messages that drones send.
+"""Handlers of the records that drones write (wire/messages.py).
 
-    RESULTS ──handle_message──> tasks leave flight, with their answers ──settle──> promises
+    records ──handle_records──> tasks leave flight, with their answers ──settle──> promises
               (holding the reactor's lock)                     (after it is released)
 
 While the reactor's lock is held, no code of users runs. Therefore answers that may run such code
@@ -10,9 +10,11 @@ are unpickled in `settle`. Small immutable values, which share a pickle, are unp
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import Malformed, skip_own_frames
@@ -35,21 +37,20 @@ from ..wire.messages import (
     PROFILE,
     PROTOCOL,
     RANGE_RELEASED,
-    RESULTS,
     RETURNED,
     SHARED,
     VALUE,
-    VALUES,
     WITHDRAWN,
-    Outcome,
+    check_chunk_values,
+    check_outcome,
     message_type,
     unpack_frames,
-    unpack_lists,
     unpack_numbers,
-    unpack_outcomes,
     unpack_returned,
+    value_columns,
 )
 from ..wire.placeholders import sent_bytes
+from ..wire.ring import Record
 from .chunk import Chunk, Part
 from .directory import KeptTask
 from .dispatcher import Dispatcher
@@ -62,19 +63,57 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+VALUE_BYTES = 40
+"""About how many bytes of a ring a small value takes that came with other records."""
+_definition = attrgetter("definition")
+
+
+def handle_records(
+    dispatcher: Dispatcher, handle: DroneHandle, records: Sequence[Record], size: int = 0
+) -> None:
+    """Handle what a drone has written: records, of `size` bytes in all, if that is known. Raises
+    `Malformed` after all others if one is not valid.
+    """
+    # So that the output of a task is out before its promise settles.
+    handle.print_output(may_wait=True)
+    if {4}.issuperset(map(len, records)):  # as most often
+        if len(records) == 1:
+            [(number, started, finished, value)] = records
+            _handle_value(dispatcher, handle, number, started, finished, value, size)
+        else:
+            _handle_values(dispatcher, handle, records, size)
+        return
+    malformed: Malformed | None = None
+    # In order: a chunk is answered before the rest of its calls is returned, and the processor time
+    # of a call comes before its value.
+    for length, group in groupby(records, len):
+        some = [*group]
+        try:
+            if length == 6:
+                _handle_outcomes(dispatcher, handle, some)
+            elif length == 5:
+                _handle_chunk_values(dispatcher, handle, some)
+            elif length == 4:
+                _handle_values(dispatcher, handle, some, VALUE_BYTES * len(some))
+            else:
+                for each in some:
+                    handle_message(dispatcher, handle, *_message_of(each))
+        except Malformed as error:
+            malformed = error
+    if malformed is not None:
+        raise malformed
+
+
+def _message_of(record: Record) -> Record:
+    if len(record) != 1 or type(record[0]) is not list or {bytes} != {*map(type, record[0])}:
+        raise Malformed(f"a record of {len(record)} that is no message")
+    return record
+
 
 def handle_message(dispatcher: Dispatcher, handle: DroneHandle, frames: list[bytes]) -> None:
     """Handle one message of a drone. Raises `Malformed`."""
     kind = message_type(frames)
-    if kind == RESULTS:
-        outcomes = unpack_outcomes(frames)
-        _handle_results(dispatcher, handle, outcomes)
-        if len(frames) > 2 and any(
-            len(each[4]) >= MIN_LARGE_BYTES and each[1] != ERROR and not each[1] & SHARED
-            for each in outcomes
-        ):
-            dispatcher.reactor.deliver(handle.warn_of_no_room)
-    elif kind == HELLO:
+    if kind == HELLO:
         protocol, *pids = unpack_numbers(frames) or (0,)
         if protocol != PROTOCOL or len(pids) != 1:
             raise Malformed(f"drone {handle.name} speaks protocol {protocol}, not {PROTOCOL}")
@@ -88,20 +127,21 @@ def handle_message(dispatcher: Dispatcher, handle: DroneHandle, frames: list[byt
         raise Malformed(f"drone {handle.name} sent a message of unknown type {kind!r}")
 
 
-def handle_unsent_results(dispatcher: Dispatcher, handle: DroneHandle, kept: bytes) -> None:
-    """Handle the results that a dead drone had ready and perhaps not sent."""
-    if kept:
+def handle_unsent_results(
+    dispatcher: Dispatcher, handle: DroneHandle, records: Iterable[Record]
+) -> None:
+    """Handle the answers that a dead drone had ready and perhaps not sent."""
+    unanswered = [each for each in records if len(each) > 1 and each[0] in handle.in_flight]
+    if unanswered:
         try:
-            outcomes = unpack_outcomes([RESULTS, kept])
-            unanswered = [each for each in outcomes if each[0] in handle.in_flight]
-            _handle_results(dispatcher, handle, unanswered)
+            handle_records(dispatcher, handle, unanswered)
         except Malformed as error:  # the drone may have written anywhere before it died
             log.warning("unsent results of drone %s were dropped: %s", handle.name, error)
 
 
-def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[Outcome]) -> None:
-    # So that the output of a task is out before its promise settles.
-    handle.print_output(may_wait=True)
+def _handle_outcomes(
+    dispatcher: Dispatcher, handle: DroneHandle, outcomes: Iterable[Record]
+) -> None:
     now = handle.last_contact_at = dispatcher.reactor.timers.now()
     settled: list[Task] = []
     timed: RemoteFunction | None = None
@@ -109,21 +149,25 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
     answered = 0  # calls
     parts: list[_ReceivedPart] = []
     offset = handle.clock_offset
+    malformed: Malformed | None = None
     try:
-        for number, status, started, finished, payload, output in outcomes:
-            if status > WITHDRAWN:
-                if status == VALUES:
-                    _handle_values(dispatcher, handle, payload, now)
-                    continue
-                if _handle_entry(dispatcher, handle, number, status, finished, payload):
-                    continue
-                if status & ~SHARED == ANSWERS:
-                    part = _receive_part(handle, number, status, started, finished, payload, now)
-                    if part is not None:
-                        parts.append(part)
-                        answered += part.calls
-                    continue
-                status, payload = status & ~SHARED, handle.ref_table.receive(payload)
+        for outcome in outcomes:
+            payload: Any
+            try:
+                check_outcome(outcome)
+                number, status, started, finished, payload, output = outcome
+                if len(payload) >= MIN_LARGE_BYTES and status != ERROR and not status & SHARED:
+                    dispatcher.reactor.deliver(handle.warn_of_no_room)
+                if status > WITHDRAWN:
+                    if status & ~SHARED == ANSWERS:
+                        parts += _receive_part(handle, outcome, now)
+                        continue
+                    if _handle_entry(dispatcher, handle, number, status, finished, payload):
+                        continue
+                    status, payload = status & ~SHARED, handle.ref_table.receive(payload)
+            except Malformed as error:
+                malformed = error
+                continue
             task = handle.remove_in_flight(number)
             if task is None:  # given up as lost before the answer came
                 continue
@@ -148,7 +192,7 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
                 payload = dispatcher.directory.add(handle, task, payload)
             task.payload = payload
             if output:
-                task.promise.output = output
+                task.promise.output = output.decode("utf-8", "replace")
             settled.append(task)
             if task.definition is not timed:
                 if timed is not None:
@@ -161,14 +205,17 @@ def _handle_results(dispatcher: Dispatcher, handle: DroneHandle, outcomes: list[
             timed.record_duration(seconds, calls)
         dispatcher.record.add_answers(handle.name, settled)
         _record_parts(dispatcher, handle, parts)
-    finally:  # tasks that have left flight are settled even if the rest of the message fails
+    finally:  # tasks that have left flight are settled even if something fails
+        if parts:
+            answered += sum(part.calls for part in parts)
+            dispatcher.reactor.deliver(partial(_give, parts))
         if answered:
             handle.count_done(answered)
-        if parts:
-            dispatcher.reactor.deliver(partial(_give, parts))
         if settled:
             dispatcher.reactor.deliver(partial(settle, settled))
         dispatcher.after_answer(handle)
+    if malformed is not None:
+        raise malformed
 
 
 def _handle_withdrawn(dispatcher: Dispatcher, task: Task) -> None:
@@ -182,32 +229,97 @@ def _handle_withdrawn(dispatcher: Dispatcher, task: Task) -> None:
         dispatcher.reactor.deliver(task.promise.cancel)
 
 
-def _handle_values(dispatcher: Dispatcher, handle: DroneHandle, payload: Any, now: float) -> None:
-    """Handle the outcomes of many tasks, whose values are small and immutable."""
-    numbers, started, finished, values = unpack_lists(payload, 4)
+def _handle_chunk_values(
+    dispatcher: Dispatcher, handle: DroneHandle, records: Sequence[Record]
+) -> None:
+    """Handle small values of calls of chunks, those that follow each other as one part."""
+    for each in records:
+        check_chunk_values(each)
+    now = handle.last_contact_at = dispatcher.reactor.timers.now()
+    parts: list[_ReceivedPart] = []
     try:
-        seconds = sum(finished) - sum(started)
-    except TypeError:
-        raise Malformed("start and end times that are not numbers") from None
+        for runs in _consecutive(records):
+            number, first, started, _, _ = runs[0]
+            values = [*chain.from_iterable([each[4] for each in runs])]
+            times = started, runs[-1][3], now, VALUE_BYTES * len(values)
+            parts += _note_part(
+                handle, number, first, len(values), False, Answers.of(values), times
+            )
+        _record_parts(dispatcher, handle, parts)
+    finally:
+        if parts:
+            handle.count_done(sum(part.calls for part in parts))
+            dispatcher.reactor.deliver(partial(_give, parts))
+        dispatcher.after_answer(handle)
+
+
+def _consecutive(records: Iterable[Record]) -> Iterable[list[Record]]:
+    """Return lists of those whose calls follow each other in a chunk."""
+    joined: list[list[Record]] = []
+    for each in records:
+        last = joined[-1][-1] if joined else None
+        if last is not None and last[0] == each[0] and last[1] + len(last[4]) == each[1]:
+            joined[-1].append(each)
+        else:
+            joined.append([each])
+    return joined
+
+
+def _handle_value(
+    dispatcher: Dispatcher,
+    handle: DroneHandle,
+    number: int,
+    started: float,
+    finished: float,
+    value: Any,
+    size: int,
+) -> None:
+    """Do as `_handle_values`, in a third of the time, for the value of one call, for which most
+    probably somebody waits.
+    """
+    if not (type(number) is int and type(started) is float and type(finished) is float):
+        raise Malformed("a value with a number that is not int, or times that are not float")
+    task = handle.remove_in_flight(number)
+    if task is None:  # given up as lost
+        return
+    now = handle.last_contact_at = dispatcher.reactor.timers.now()
+    offset = handle.clock_offset
+    started, finished = started - offset, finished - offset
+    if task.position > handle.highest_answered:
+        handle.highest_answered = task.position
+    times = Answer(started, finished, now, task.weight + task.definition_bytes, size)
+    dispatcher.record.add_answer(handle.name, task, times, 1)
+    task.definition.record_duration(finished - started, 1)
+    handle.count_done(1)
+    outcomes = ((task, value, started, finished),)
+    forget = dispatcher.unsettled.pop
+    dispatcher.reactor.deliver(partial(_settle_values, outcomes, now, forget))
+    dispatcher.after_answer(handle)
+
+
+def _handle_values(
+    dispatcher: Dispatcher, handle: DroneHandle, records: Sequence[Record], size: int
+) -> None:
+    """Handle values that are small and immutable, of `size` bytes in all."""
+    numbers, started, finished, values, seconds = value_columns(records)
+    now = handle.last_contact_at = dispatcher.reactor.timers.now()
     if handle.clock_offset:
         started, finished = (
             [at - handle.clock_offset for at in times] for times in (started, finished)
         )
     tasks = handle.remove_many_in_flight(numbers)
-    answered = [task for task in tasks if task is not None]  # others were given up as lost
-    functions = {task.definition for task in answered}
+    answered: list[Task] = [*filter(None, tasks)]  # others were given up as lost
+    functions = set(map(_definition, answered))
     if len(functions) == 1 and len(answered) == len(tasks):
-        dispatcher.record.add_batch(
-            handle.name, answered, started, finished, seconds, now, len(payload)
-        )
+        dispatcher.record.add_batch(handle.name, answered, started, finished, seconds, now, size)
         functions.pop().record_duration(seconds, len(tasks))
     else:
-        size = len(payload) // len(tasks)
+        each_size = size // len(tasks)
         for task, began, ended in zip(tasks, started, finished, strict=True):
             if task is not None:
                 task.definition.record_duration(ended - began, 1)
                 sent = task.weight + task.definition_bytes
-                task.answer, task.status = Answer(began, ended, now, sent, size), VALUE
+                task.answer, task.status = Answer(began, ended, now, sent, each_size), VALUE
         answered.sort(key=lambda task: task.definition.number)
         dispatcher.record.add_answers(handle.name, answered)
     last = tasks[-1]
@@ -217,6 +329,7 @@ def _handle_values(dispatcher: Dispatcher, handle: DroneHandle, payload: Any, no
     outcomes = zip(tasks, values, started, finished, strict=True)
     forget = dispatcher.unsettled.pop
     dispatcher.reactor.deliver(partial(_settle_values, outcomes, now, forget))
+    dispatcher.after_answer(handle)
 
 
 def _handle_entry(
@@ -255,54 +368,63 @@ def _handle_event_log(dispatcher: Dispatcher, handle: DroneHandle, payload: Any)
 
 
 class _ReceivedPart(NamedTuple):
-    """The answers of some calls of a chunk, as the drone has packed them."""
+    """The answers of some calls of a chunk."""
 
     chunk: Chunk
     item: int
     calls: int
     known: int
-    """How many answers of the payload have come before."""
-    payload: Any
+    """How many of the answers have come before."""
+    answers: Any
+    """`Answers`, or their payload."""
     times: Answer
     remote_objects: Any
     is_last: bool
 
 
-def _receive_part(
-    handle: DroneHandle,
-    number: int,
-    status: int,
-    started: float,
-    finished: float,
-    payload: Any,
-    received: float,
-) -> _ReceivedPart | None:
-    """Note that calls of a chunk are answered. Return None if that is known."""
+def _receive_part(handle: DroneHandle, outcome: Record, received: float) -> Sequence[_ReceivedPart]:
+    """Note that calls of a chunk are answered, and return the answers: none if they are known."""
+    number, status, started, finished, payload, _ = outcome
     first, count, failed, payload = unpack_answers(payload)
     if status & SHARED:
         payload = handle.ref_table.receive(payload)
+    times = started, finished, received, len(payload)
+    return _note_part(handle, number, first, count, failed, payload, times)
+
+
+def _note_part(
+    handle: DroneHandle,
+    number: int,
+    first: int,
+    count: int,
+    failed: bool,
+    answers: Any,
+    times: tuple[float, float, float, int],
+) -> Sequence[_ReceivedPart]:
+    """Do as `_receive_part` does. `times` are those of start, end and receipt, and the bytes."""
     chunk = handle.in_flight.get(number)
     if chunk is None:  # given up as lost
-        return None
+        return ()
     if not isinstance(chunk, Chunk) or first > chunk.answered or first + count > chunk.count:
         raise Malformed(
             f"drone {handle.name} answered the calls {first} to {first + count} of the "
             f"{chunk.count} calls of task {number}"
         )
-    # The rest of what has come before may have come with it: from the page of a dead drone.
+    # The rest of what has come before may have come with it: from the ring of a dead drone on Ray.
     known = chunk.answered - first
     count -= known
     if count <= 0:
-        return None
+        return ()
+    started, finished, received, size = times
     sent = 0 if first else chunk.definition_bytes + sent_bytes(chunk.payload)
     offset = handle.clock_offset
-    times = Answer(started - offset, finished - offset, received, sent, len(payload))
+    spans = Answer(started - offset, finished - offset, received, sent, size)
     chunk.definition.record_duration(finished - started, count)
     is_last = handle.note_answers(chunk, count, failed)
     item = chunk.first_item + first + known
     # The objects stay with the chunk, too: their report may have come with an earlier part.
     objects = chunk.answer_objects
-    return _ReceivedPart(chunk, item, count, known, payload, times, objects, is_last)
+    return [_ReceivedPart(chunk, item, count, known, answers, spans, objects, is_last)]
 
 
 def _record_parts(
@@ -368,10 +490,10 @@ def _give(parts: Iterable[_ReceivedPart]) -> None:
     """Give answers to the consumers of their maps. Each of them opens the values that run code of
     users.
     """
-    for chunk, item, _, known, payload, times, remote_objects, is_last in parts:
+    for chunk, item, _, known, answers, times, remote_objects, is_last in parts:
         failure: BaseException | None = None
         try:
-            answers = Answers(payload)
+            answers = answers if isinstance(answers, Answers) else Answers(answers)
             answers.remote_objects = remote_objects
             if known:
                 answers.drop(known)

@@ -11,7 +11,8 @@ If this process did not run for a while (Ctrl-Z, a suspended machine), its timer
 has read the answers that came meanwhile. Therefore the answers are read first (`Look`, `LookAt`),
 and a task that was answered in time is not stopped.
 
-While a drone is debugged, its deadlines are postponed by a whole time limit.
+While a drone is debugged, or waits for room for an answer, its deadlines are postponed by a whole
+time limit.
 
 Shortly before a deadline the drone is asked for its frames. If they have come by then, they are the
 cause of the `TimeoutError`.
@@ -133,7 +134,7 @@ class Limits:
         else:
             self.looked(drone, False, now)
 
-    def looked(self, drone: DroneRecord, is_debugged: bool, now: float) -> None:
+    def looked(self, drone: DroneRecord, stands_still: bool, now: float) -> None:
         """Stop the tasks whose deadlines are over, and ask for the frames of those whose deadlines
         are near. `now` is from before the answers were read.
         """
@@ -145,7 +146,7 @@ class Limits:
                 if deadline - STACK_SECONDS <= now and asked is None:
                     drone.deadlines[number] = deadline, True
                     self._do(AskFrames(drone, number))
-            elif is_debugged:
+            elif stands_still:
                 assert task.timeout is not None
                 drone.deadlines[number] = now + task.timeout, None
             else:

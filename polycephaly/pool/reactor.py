@@ -2,7 +2,7 @@
 
     callers ──append──> its inbox ───────┐           ┌──WORK──> socket pairs ──> drones
     callers ──post────> inbox ───────────┤──lock─────┤
-    drones ──RESULTS──> socket pairs ────┤           └──> deliveries ── after release ──> promises
+    drones ──records──> rings, bells ────┤           └──> deliveries ── after release ──> promises
     zygotes ──> parent-death pipes ──────┤
     drones' output ────> pipes ──────────┘
 

@@ -73,8 +73,8 @@ class TraceBuffer:
         self,
         drone: str,
         tasks: Sequence[Task],
-        started: list[float],
-        finished: list[float],
+        started: Sequence[float],
+        finished: Sequence[float],
         running: float,
         received: float,
         size: int,
@@ -85,16 +85,19 @@ class TraceBuffer:
         """
         count = len(tasks)
         first = tasks[0]
-        calls = 1
+        calls, cpu = 1, None
         links: Sequence[tuple[int, tuple[int, ...], int | None]] = ()
-        if count > 1 and running < MIN_OWN_SPAN_SECONDS * count:
+        if count == 1:
+            cpu = self._cpu.pop(first.number, None) if self._cpu else None
+            links = ((first.call_number, first.input_numbers, first.first_item),)
+        elif running < MIN_OWN_SPAN_SECONDS * count:
             started, finished, calls = started[:1], finished[-1:], count
         else:
             links = [(task.call_number, task.input_numbers, task.first_item) for task in tasks]
         bytes_sent = first.weight * count + first.definition_bytes
         entry = Entry(
             drone, short_name(first.definition.label), DONE, calls, *_times(first, tasks[-1]),
-            started, finished, running, received, bytes_sent, size, None, links,
+            started, finished, running, received, bytes_sent, size, cpu, links,
         )  # fmt: skip
         self._add(entry)
 

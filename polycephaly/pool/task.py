@@ -414,6 +414,13 @@ class Task:
         # by this opcode, for which any other byte of the same value is taken too, or by a number.
         return b"\x93" not in bytes(payload) and not copyreg._inverted_registry  # type: ignore[attr-defined]
 
+    def shares_pickle(self) -> bool:
+        """Return whether the arguments are pickled together with those of the calls of the same
+        function behind this one.
+        """
+        definition = self.definition
+        return not (self.args is None or self.keeps or definition.overlaps or definition.captures)
+
     def unpack(self, payload: Any) -> Any:
         """Return the value of an answer. Raises the errors of unpickling."""
         value = self.unpickle(payload)

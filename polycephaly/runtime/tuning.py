@@ -43,7 +43,7 @@ class Tuning:
 
     # Messages of drones
     flush_seconds: float = 0.001
-    """Time that an outcome may wait in its drone for others to be sent with."""
+    """Time that an outcome may wait in its ring until the controller is told of it."""
     next_holder_seconds: float = 0.1
     """Time for the next holder of a channel's end to report, after the last one has died."""
 

@@ -152,6 +152,14 @@ class Answers:
                 for index, value in zip(indices, instances, strict=True):
                     self.values[index] = value
 
+    @classmethod
+    def of(cls, values: list[Any]) -> Answers:
+        """Return the answers that are these values."""
+        answers = cls.__new__(cls)
+        answers.values, answers._parts = values, {}
+        answers.error = answers.opening = answers.remote_objects = None
+        return answers
+
     def drop(self, count: int) -> None:
         """Drop the first `count` answers, which have come before."""
         self.values = self.values[count:]

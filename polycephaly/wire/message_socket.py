@@ -1,4 +1,4 @@
-"""Messages between controller and drone, in both directions, over a Unix socket pair.
+"""Messages from the controller to a drone, and a bell back, over a Unix socket pair.
 
     whole   <bytes of the head, 1 or 2>   one or two frames that fit in a packet
     begin   <8, BEGIN> bytes in all       a longer message: its frames come in pieces
@@ -7,11 +7,10 @@
 All that one end sends arrives at the other in that order, or, after the end of its process, up to
 where it came. What was cut off there is no message.
 
-The controller never blocks: `send` keeps what the socket does not take, and `send_rest` goes on
-when there is room. A drone waits for room, with `send_all`. An error of `send` that is no lack of
-room or memory is final: what was not sent never is.
+Nothing blocks: `send` keeps what the socket does not take, and `send_rest` goes on when there is
+room. An error of `send` that is no lack of room or memory is final: what was not sent never is.
 
-See docs/decisions/0002-one-socket-pair.md.
+See docs/decisions/0002-one-ring-home.md.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import select
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from struct import Struct
 from time import sleep
@@ -31,11 +30,11 @@ from ..errors import Malformed
 MAX_PACKET_BYTES = 48 * 1024  # of a packet's frames; fewer where the socket's buffer is small
 BUFFER_BYTES = 1 << 20  # that are asked for; the system's limit may be less (`net.core.wmem_max`)
 MEMORY_RETRY_SECONDS = 0.002  # after the kernel had no memory for a packet
-ROOM_CHECK_SECONDS = 0.1  # between two looks for room, of a drone that shows that it is alive
 _HEADER = Struct("<IB")  # bytes of the head, of the total or of the piece; kind
 _HEADER_BYTES = _HEADER.size
 _TOTAL = Struct("<Q")
 _COUNT = Struct("<I")
+_BELL = b"!"
 _BEGIN, _MORE = 3, 4  # kinds; 1 and 2 are whole messages of so many frames
 _BUFFER = socket.SOL_SOCKET, socket.SO_SNDBUF
 # The kernel has no memory for a packet, whatever the descriptor tells.
@@ -109,20 +108,6 @@ class MessageSocket:
             self._unsent.popleft()
         return None
 
-    def send_all(self, frames: Sequence[bytes], while_waiting: Callable[[], object]) -> None:
-        """Send a message, and wait for room meanwhile: `while_waiting` is called now and then.
-        Raises `OSError` as `send`.
-        """
-        if self.send(frames):
-            return
-        room = select.poll()
-        room.register(self._socket, select.POLLOUT)
-        while not self.send_rest():
-            if self.lacks_memory:
-                sleep(MEMORY_RETRY_SECONDS)
-            if self.lacks_memory or not room.poll(ROOM_CHECK_SECONDS * 1000):
-                while_waiting()
-
     def _send_packet(self, packet: bytes) -> bool:
         try:
             sent = self._socket.send(packet)
@@ -138,6 +123,39 @@ class MessageSocket:
             return False
         self.lacks_memory = sent != len(packet)  # a packet is sent as a whole, or not at all
         return not self.lacks_memory
+
+    # -- the bell, in the other direction ----------------------------------------------------------
+
+    def ring(self) -> None:
+        """Have the other end look at the ring (ring.py). Waits while the kernel has no memory.
+        Raises `OSError`.
+        """
+        while True:
+            try:
+                self._socket.send(_BELL)
+                return
+            except BlockingIOError:  # there is no room: it has rung often enough
+                return
+            except OSError as error:
+                if error.errno not in _NO_MEMORY:
+                    raise
+                sleep(MEMORY_RETRY_SECONDS)
+
+    def hear_bell(self) -> bool:
+        """Take one ring of the bell; return False if the other end is closed. Raises `Malformed` if
+        that was none.
+        """
+        try:
+            packet = self._socket.recv(len(_BELL) + 1)
+        except (BlockingIOError, ConnectionResetError):
+            return True  # Linux tells once of messages that the other end has not read
+        except OSError as error:
+            return error.errno in _NO_MEMORY
+        if packet == _BELL:
+            return True
+        if not packet and not self.is_open():
+            return False
+        raise Malformed(f"a packet that begins with {packet!r} in place of the bell")
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -170,7 +188,7 @@ class MessageSocket:
                     return None
                 return []
             if not packet:
-                if self._is_open():
+                if self.is_open():
                     raise Malformed("an empty packet")
                 return []
             frames = self._take(packet)
@@ -217,7 +235,7 @@ class MessageSocket:
         self._begun, self.held = None, frames
         raise Malformed("a message in the middle of another, of which pieces are missing")
 
-    def _is_open(self) -> bool:
+    def is_open(self) -> bool:
         """Return whether the other end is still open.
 
         Needed because an empty packet looks like the end of the stream.

@@ -1,14 +1,22 @@
 """Messages between reactor and drone, and their binary format.
 
-frame        WORK                              RESULTS                          others
-0  HEAD      type byte, an entry per item      type byte                        type, numbers
-1  BODY      the items' payloads, end to end   entry, payload, output of each
+frame        WORK                              others
+0  HEAD      type byte, an entry per item      type, numbers
+1  BODY      the items' payloads, end to end
 2+ LARGE     one payload each, of the items whose entry has the LARGE bit
+
+A drone writes records (ring.py):
+    (number, started, finished, value)                          the value of a call, if it is small
+    (number, first, started, finished, values)                  those of a few calls of a chunk
+    (number, status, started, finished, payload, output)        an outcome
+    (frames,)                                                   a message
+
+Times are seconds of `time.monotonic`, the same clock in every process. The status of an outcome may
+have the bit SHARED; its payload is empty for None.
 
 type      direction  meaning
 HELLO     drone ->   the drone is up; numbers: (PROTOCOL, pid)
 WORK      -> drone   a batch: definitions to keep or forget, and calls of them, in order
-RESULTS   drone ->   a batch of outcomes
 CANCEL    -> drone   numbers: withdraw these, or interrupt the running one (0: any that runs)
 RECALL    -> drone   give back the tasks that have not started
 RETURNED  drone ->   two numbers for each task that will not start here: its own, and how many calls
@@ -21,6 +29,7 @@ STOP      -> drone   finish the tasks received, then end
 from __future__ import annotations
 
 import json
+import marshal
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pickle import dumps, loads
@@ -29,12 +38,15 @@ from struct import pack as struct_pack
 from typing import Any
 
 from ..errors import Malformed
+from ..runtime.signal_handlers import is_of_signal_handler
+from .ring import FORMAT, Record
 
 # A batch carries one pickle per task, opaque here, so a broken pickle affects only its own task.
-# Frames are checked for shape and size before their content is used; `Malformed` names the error.
-PROTOCOL = 2
+# The shape of frames and records is checked before their content is used; `Malformed` names the
+# error.
+PROTOCOL = 3
 
-HELLO, WORK, RESULTS, CANCEL, RECALL = b"H", b"W", b"R", b"C", b"B"
+HELLO, WORK, CANCEL, RECALL = b"H", b"W", b"C", b"B"
 RETURNED, FRAMES, PROFILE, STOP = b"Y", b"F", b"P", b"S"
 
 # Kinds of WORK items.
@@ -42,12 +54,12 @@ DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET = range(1, 5)
 DEFINES = (DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING)
 CALL, CALL_KEYWORDS, CALL_FILLED, CALL_CHUNK, CALLS = range(5, 10)
 RELEASE_RANGE, STORE, FETCH, DROP = range(10, 14)
-# Statuses of RESULTS items.
-VALUE, ERROR, WITHDRAWN, ANSWERS, VALUES = range(1, 6)
-RANGE_RELEASED, EVENT_LOG, PACKED, NOT_PACKED, KEPT_VALUES, PROCESSOR_TIME = range(6, 12)
-# CALLS and VALUES stand for many tasks at once, whose arguments or values are small and immutable:
-# pickles of (numbers, arguments) and of (numbers, start times, end times, values). EVENT_LOG
-# belongs to no task: it is the event log of green threads, as JSON (timeline/event_log.py). STORE,
+# Statuses of outcomes.
+VALUE, ERROR, WITHDRAWN, ANSWERS = range(1, 5)
+RANGE_RELEASED, EVENT_LOG, PACKED, NOT_PACKED, KEPT_VALUES, PROCESSOR_TIME = range(5, 11)
+# CALLS stands for many tasks at once, whose arguments are small and immutable: a pickle of
+# (numbers, arguments). EVENT_LOG belongs to no task: it is the event log of green threads, as JSON
+# (timeline/event_log.py). STORE,
 # FETCH and DROP concern a kept value (drone/store.py), and PACKED and NOT_PACKED answer FETCH:
 # their number is that of the task whose value is kept, or the number that the drone gave to the
 # value. KEPT_VALUES comes before the result of a task in which are handles of values made by the
@@ -73,19 +85,14 @@ _WITHOUT_KIND_BITS = ~(SHARED | KEEP)
 _WITHOUT_SHARED = ~SHARED
 
 _ITEM = Struct("<QBQQ")  # number, kind, definition, payload bytes
-_OUTCOME = Struct("<QBddII")  # number, status, started, finished, payload bytes, output bytes
+_OUTCOME_TYPES = (int, int, float, float, bytes, bytes)
+_CHUNK_VALUES_TYPES = (int, int, float, float, list)
 
 
 # Entries are plain tuples: creating a named tuple takes longer than pickling its content.
 Item = tuple[int, int, int, Any]
 """One entry of a WORK batch: number (the task's, or the definition's for DEFINE and FORGET), kind
 (with SHARED), definition, payload (bytes-like).
-"""
-
-Outcome = tuple[int, int, float, float, Any, str]
-"""One entry of a RESULTS batch: number, status (with SHARED), started, finished (`time.monotonic`
-seconds, the same clock in every process), payload (bytes-like; empty with VALUE means None),
-output.
 """
 
 
@@ -195,40 +202,66 @@ def unpack_work(frames: Sequence[Any]) -> list[Item]:
 
 
 def pack_outcome(
-    number: int, status: int, started: float, finished: float, payload: bytes, output: bytes
+    number: int, status: int, started: float, finished: float, payload: bytes, output: bytes = b""
 ) -> bytes:
-    """Return one entry of a RESULTS body.
-
-    Outcomes that wait in the status page (wire/status_page.py) have the same format.
-    """
-    entry = _OUTCOME.pack(number, status, started, finished, len(payload), len(output))
-    return entry + payload + output if output else entry + payload
+    return marshal.dumps((number, status, started, finished, payload, output), FORMAT)
 
 
-def status_of(entry: bytes) -> int:
-    """Return the status of a RESULTS entry, with the LARGE and SHARED bits."""
-    status: int = _OUTCOME.unpack_from(entry)[1]
-    return status
-
-
-def pack_outcomes(entries: Sequence[bytes], large: Sequence[bytes] = ()) -> list[bytes]:
-    """Return the frames of a RESULTS batch.
-
-    Entries whose status has the LARGE bit take their payloads from `large`, in order.
-    """
-    return [RESULTS, b"".join(entries), *large]
-
-
-def pack_values(
-    numbers: list[int], started: list[float], finished: list[float], values: list[Any]
+def pack_chunk_values(
+    number: int, first: int, started: float, finished: float, values: list[Any]
 ) -> bytes:
-    """Return one entry of a RESULTS body for many tasks."""
-    payload = dumps((numbers, started, finished, values), 5)
-    return pack_outcome(0, VALUES, started[0], finished[-1], payload, b"")
+    """Return the record of values of calls of a chunk, from the call `first` on. They are of
+    `BATCHED_TYPES` (shareable.py).
+    """
+    return marshal.dumps((number, first, started, finished, values), FORMAT)
+
+
+def check_chunk_values(record: Record) -> None:
+    """Raise `Malformed` unless `record` has that form."""
+    if tuple(map(type, record)) != _CHUNK_VALUES_TYPES or not record[4]:
+        kinds = ", ".join(type(each).__name__ for each in record)
+        raise Malformed(f"values of a chunk that consist of ({kinds})")
+
+
+def pack_message(frames: list[bytes]) -> bytes:
+    return marshal.dumps((frames,), FORMAT)
+
+
+def unpack_records(packed: Iterable[bytes]) -> list[Record]:
+    """Return records that were packed one by one, in no ring. Raises `Malformed`."""
+    try:
+        return [marshal.loads(each) for each in packed]
+    except (ValueError, EOFError, TypeError, MemoryError) as cause:
+        raise Malformed(f"what is no record: {cause}") from cause
+
+
+def check_outcome(record: Record) -> None:
+    """Raise `Malformed` unless `record` has the form of an outcome."""
+    if tuple(map(type, record)) != _OUTCOME_TYPES:
+        kinds = ", ".join(type(each).__name__ for each in record)
+        raise Malformed(f"an outcome that consists of ({kinds})")
+    if record[1] & _WITHOUT_SHARED not in _STATUSES:
+        raise Malformed(f"outcome {record[0]}: unknown status {record[1]}")
+
+
+def value_columns(
+    records: Sequence[Record],
+) -> tuple[Sequence[int], Sequence[float], Sequence[float], Sequence[Any], float]:
+    """Return the numbers, start times, end times and values of such records, and the seconds of all
+    calls. Raises `Malformed`.
+    """
+    numbers, started, finished, values = zip(*records, strict=True)
+    if set(map(type, numbers)) != {int}:
+        raise Malformed("values with numbers that are not int")
+    try:
+        seconds = float(sum(finished) - sum(started))
+    except TypeError:
+        raise Malformed("values with times that are no numbers") from None
+    return numbers, started, finished, values, seconds
 
 
 def unpack_lists(payload: Any, count: int) -> tuple[list[Any], ...]:
-    """Return the lists of a CALLS or VALUES payload: `count` lists of equal length.
+    """Return the lists of a CALLS payload: `count` lists of equal length.
 
     The first list holds integers. Raises `Malformed` if the payload has another shape; from a
     `MemoryError` if there is no memory for a payload that is as it should be.
@@ -236,6 +269,8 @@ def unpack_lists(payload: Any, count: int) -> tuple[list[Any], ...]:
     try:
         lists = loads(payload)
     except Exception as cause:
+        if is_of_signal_handler(cause):
+            raise
         is_forged = isinstance(cause, MemoryError) and _claims_too_much(payload)
         error = Malformed(f"a batch pickle: {type(cause).__name__}: {cause}")
         raise error from (None if is_forged else cause)
@@ -259,34 +294,3 @@ def _claims_too_much(payload: Any) -> bool:
         )
     except ValueError:  # cut off: a length exceeds the rest
         return True
-
-
-def unpack_outcomes(frames: Sequence[Any]) -> list[Outcome]:
-    if len(frames) < 2:
-        raise Malformed(f"a batch of {len(frames)} frames")
-    body, large = frames[1], iter(frames[2:])
-    outcomes: list[Outcome] = []
-    at, end, entry, unpack_entry = 0, len(body), _OUTCOME.size, _OUTCOME.unpack_from
-    while at + entry <= end:
-        number, status, started, finished, size, printed = unpack_entry(body, at)
-        at += entry
-        if status & LARGE:
-            status &= ~LARGE
-            payload = next(large, None)
-            if payload is None:
-                raise Malformed(f"outcome {number}: large payload missing")
-        else:
-            payload = body[at : at + size]
-            at += size
-        if status & _WITHOUT_SHARED not in _STATUSES:
-            raise Malformed(f"outcome {number}: unknown status {status}")
-        output = ""
-        if printed:
-            output = bytes(body[at : at + printed]).decode("utf-8", "replace")
-            at += printed
-        outcomes.append((number, status, started, finished, payload, output))
-    # A slice past the end is short and raises no error, so the bytes used are compared with the
-    # body.
-    if at != end or next(large, None) is not None:
-        raise Malformed(f"entries of {at} bytes in a body of {end} bytes, or too many large frames")
-    return outcomes

@@ -5,8 +5,7 @@ The controller and the drone map the page. The drone writes the number of each t
 had begun:
 
     started   number of the task begun last
-    answered  number of the last task whose result went to the socket
-    kept      bytes of results that are done and wait to be sent with others
+    answered  number of the last task whose answer the controller was told of
     beats     heartbeat: a counter that changes while a task runs (of two threads that count at
               once, one count may get lost)
     control   the kernel's number of the control thread, whose running is no sign of progress
@@ -16,9 +15,11 @@ had begun:
     call      of a chunk: how many of its calls have begun, at most, and from bit 32 on, how many of
               these may be running; 0 if no chunk runs
     holder    number of the overlapped task that lets no other run, because it does not await
+    full      1 while the drone waits for room in its ring
 
-Only the drone writes, so no lock is needed: an aligned 8-byte store is not torn, and the count of
-kept bytes is written after the bytes. See docs/decisions/0012-status-page-for-exactly-once.md.
+Only the drone writes, so no lock is needed: an aligned 8-byte store is not torn. Behind the page is
+the ring (ring.py) with the answers of the drone. See
+docs/decisions/0012-status-page-for-exactly-once.md.
 """
 
 from __future__ import annotations
@@ -29,21 +30,28 @@ import os
 from typing import Any
 
 from ..memory.arena import make_memory, map_range
+from .ring import HEADER_BYTES as RING_HEADER_BYTES
+from .ring import RING_BYTES
 
-PAGE_BYTES = 16 * 1024  # most of them for kept results
-_STARTED, _ANSWERED, _KEPT, _BEATS, _CONTROL, _STEPS, _DEBUGGED, _CALL, _HOLDER = range(9)
+PAGE_BYTES = 4096
+_STARTED, _ANSWERED, _BEATS, _CONTROL, _STEPS, _DEBUGGED, _CALL, _HOLDER, _FULL = range(9)
 HEADER_BYTES = 9 * 8
+_MEMORY_BYTES = PAGE_BYTES + RING_HEADER_BYTES + RING_BYTES
 
 
-def make_status_file() -> int:
-    return make_memory("polycephaly-status", PAGE_BYTES)
+def make_memory_of_drone() -> int:
+    """Return a descriptor of memory for a page and a ring."""
+    return make_memory("polycephaly-drone", _MEMORY_BYTES)
 
 
-def map_page(fd: int) -> memoryview:
-    """Map the page in the file `fd`, which need not stay open. Raises `OSError`."""
-    if os.fstat(fd).st_size < PAGE_BYTES:  # reading beyond the end would kill this process
-        raise OSError(errno.ENODATA, "a status page that is too short")
-    return memoryview(map_range(fd, 0, PAGE_BYTES, mmap.MAP_SHARED))
+def map_memory(fd: int, size: int = _MEMORY_BYTES) -> tuple[StatusPage, memoryview]:
+    """Map the page, and the memory of the ring, in the file `fd`, which need not stay open. Raises
+    `OSError`.
+    """
+    if os.fstat(fd).st_size < size:  # reading beyond the end would kill this process
+        raise OSError(errno.ENODATA, "the memory of a drone that is too short")
+    memory = memoryview(map_range(fd, 0, size, mmap.MAP_SHARED))
+    return StatusPage(memory[:PAGE_BYTES]), memory[PAGE_BYTES:]
 
 
 def _cell(index: int) -> Any:
@@ -65,18 +73,18 @@ class StatusPage:
     debugged: int = _cell(_DEBUGGED)
     call: int = _cell(_CALL)
     holder: int = _cell(_HOLDER)
+    full: int = _cell(_FULL)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the time limits of its task do not go on: it is debugged, or waits for room."""
+        return self.debugged != 0 or self.full != 0
 
     def __init__(self, memory: memoryview) -> None:
         self.cells = memory[:HEADER_BYTES].cast("Q")
-        self._buffer = memory[HEADER_BYTES:]
-        self._kept = 0
-
-    def kept(self) -> bytes:
-        """Return the results that were done and are not yet known to be sent."""
-        return bytes(self._buffer[: self.cells[_KEPT]])
 
     def signs_of_life(self) -> bytes:
-        """Return what changes while the drone lives: `started`, `answered`, `kept` and `beats`."""
+        """Return what changes while the drone lives: `started`, `answered` and `beats`."""
         return self.cells[: _BEATS + 1].tobytes()
 
     # -- for the drone -----------------------------------------------------------------------------
@@ -86,28 +94,6 @@ class StatusPage:
 
     def mark_calls(self, begun: int, run_length: int) -> None:
         self.cells[_CALL] = begun | run_length << 32
-
-    def keep(self, result: bytes) -> bool:
-        """Keep a result until `mark_all_answered`; return False if there is no room for it."""
-        end = self._kept + len(result)
-        if end > len(self._buffer):
-            return False
-        self._buffer[self._kept : end] = result
-        self._kept = self.cells[_KEPT] = end
-        return True
-
-    def replace_kept(self, results: list[bytes]) -> None:
-        """Keep these results, and no others."""
-        self._kept = self.cells[_KEPT] = 0
-        for each in results:
-            StatusPage.keep(self, each)
-
-    def mark_all_answered(self, number: int) -> None:
-        """Note that all results up to that of task `number` have gone to the socket: they reach the
-        controller even if this drone dies.
-        """
-        self.cells[_ANSWERED] = number
-        self._kept = self.cells[_KEPT] = 0
 
 
 def unpack_calls_begun(call: int) -> tuple[int, int]:

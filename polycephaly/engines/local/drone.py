@@ -1,11 +1,11 @@
 """The main function of a local drone, and its connection to the controller.
 
-    reactor ──WORK──> socket ──> _todo ──main thread: _run_next──> _outcomes ──RESULTS──> reactor
+    reactor ──WORK──> socket ──> _todo ──main thread: _run_next──> _outcomes ──> ring ──> reactor
                          └──> control thread: receives while the main thread is busy
 
 The main thread reads the socket itself while it is idle or between tasks, so a short task crosses
 no thread. Only if one task has run for `TAKEOVER_SECONDS` does the control thread begin to receive.
-A thread that uses the socket holds `socket_lock`.
+A thread that reads the socket holds `socket_lock`; one that writes into the ring, `_ring_lock`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from ...wire.debugging import MAX_KEPT_FRAMES, frames_address
 from ...wire.main_names import MainSnapshot, shared_snapshots
 from ...wire.message_socket import MessageSocket
 from ...wire.messages import HELLO, PROTOCOL, pack_numbers
-from ...wire.status_page import StatusPage
-from .zygote import Order, Zygote
+from ...wire.ring import RingWriter
+from .zygote import Order, Ways, Zygote
 
 if TYPE_CHECKING:
     from ...drone.debugger import Debugger
@@ -53,7 +53,12 @@ HEARTBEAT_SECONDS = 0.1
 """Time between checks if the same task still runs and no message arrives."""
 
 
-def drone_main(order: Order, zygote: Zygote, end: socket.socket, status_page: StatusPage) -> None:
+MIN_ROOM_WAIT_SECONDS, ROOM_WAIT_DOUBLINGS = 0.0002, 7
+"""Time between looks for room in the ring, while the controller is slower than this drone: at
+first, and how often it is doubled."""
+
+
+def drone_main(order: Order, zygote: Zygote, ways: Ways) -> None:
     """Run a drone until it is told to stop."""
     spec, snapshot = zygote.spec, zygote.snapshot
     addresses.parent_directory, addresses.own_name = spec.directory, order.name
@@ -66,7 +71,7 @@ def drone_main(order: Order, zygote: Zygote, end: socket.socket, status_page: St
     shared_snapshots[:] = [lambda: snapshot]
     if spec.imports_main():
         _report_start(order, snapshot, zygote.control)
-    drone = LocalDrone(order, zygote, end, status_page, snapshot)
+    drone = LocalDrone(order, zygote, ways, snapshot)
     try:
         drone.serve()
     finally:
@@ -87,19 +92,16 @@ def _report_start(order: Order, snapshot: MainSnapshot, control: socket.socket) 
 class LocalDrone(DroneExecutor):
     _sigterm = sigterm
 
-    def __init__(
-        self,
-        order: Order,
-        zygote: Zygote,
-        end: socket.socket,
-        status_page: StatusPage,
-        snapshot: MainSnapshot,
-    ) -> None:
+    def __init__(self, order: Order, zygote: Zygote, ways: Ways, snapshot: MainSnapshot) -> None:
         if not os.environ.get("PYTHONBREAKPOINT"):
             sys.breakpointhook = self._open_debugger
         replace_set_trace(self._open_debugger)
         spec, arena = zygote.spec, zygote.arena
         store = Store(arena, order.number)
+        self._ring = RingWriter(ways.ring)
+        self._ring_lock = threading.Lock()
+        self._is_told = True  # the controller was told of all that is in the ring
+        status_page = ways.status_page
         super().__init__(
             order.name, status_page, snapshot, store, RefTable(arena, None, self._wake_main_thread)
         )
@@ -109,7 +111,7 @@ class LocalDrone(DroneExecutor):
         self._debugger_lock = threading.Lock()  # one thread at a time waits for a terminal
         self._kept_frames: dict[int, str] = {}  # addresses, by the process that keeps the frames
         self._directory = spec.directory
-        self._socket = parent_death.close_in_child(MessageSocket(end))
+        self._socket = parent_death.close_in_child(MessageSocket(ways.socket))
         self._waiting = self._woken = False
         self._memory_checked_at = monotonic()
         self._last_freed_end = placeholders.last_arrived_end
@@ -280,6 +282,33 @@ class LocalDrone(DroneExecutor):
         with self.socket_lock:
             self._waiting = True  # from now on the control thread leaves the socket alone
 
+    # -- either thread -----------------------------------------------------------------------------
+
+    def _put(self, record: bytes, is_shared: bool = False) -> None:
+        with self._ring_lock:
+            if not self._ring.write(record):
+                self._ring.write_any(record, self._wait_for_room)
+                self._status_page.full = 0
+            self._is_told = False
+
+    def _wait_for_room(self, waits: int) -> None:
+        self._status_page.full = 1
+        self._is_told = False
+        self._tell()
+        self.beat()
+        if not self._socket.is_open():
+            os._exit(1)  # the controller has gone, and will read nothing
+        doubled = min(waits, ROOM_WAIT_DOUBLINGS)
+        sleep(MIN_ROOM_WAIT_SECONDS * 2**doubled)
+
+    def _tell(self) -> None:
+        if not self._is_told:
+            self._is_told = True  # first: of what is written meanwhile, who writes it tells
+            try:
+                self._socket.ring()
+            except OSError:  # the controller has gone, or code of the task has closed the socket
+                os._exit(1)
+
     # -- either thread, holding `socket_lock` ------------------------------------------------------
 
     def receive_all(self, is_ready: bool = False) -> None:
@@ -297,12 +326,6 @@ class LocalDrone(DroneExecutor):
                 os._exit(0)
             self._handle_message(frames)
 
-    def _send(self, frames: list[bytes]) -> None:
-        try:
-            self._socket.send_all(frames, self.beat)
-        except OSError:  # the controller has gone, or would wait for this message for ever
-            os._exit(1)
-
     # -- used by the control thread ----------------------------------------------------------------
 
     def receive_if_free(self) -> None:
@@ -314,11 +337,10 @@ class LocalDrone(DroneExecutor):
                     self._woken = False
                     with suppress(BlockingIOError):
                         os.eventfd_read(self._wakeup.fd)
-                self._send_outcomes()
-                self._send_done_so_far()
+                self._tell_of_done()
                 self.receive_all()
-            # Not released after an error, which ends the process: the main thread would mark
-            # outcomes as sent that were taken for the message that failed.
+            # Not released after an error, which ends the process: the main thread would go on
+            # without answers that were taken and not written.
             self.socket_lock.release()
 
 

@@ -43,7 +43,8 @@ from ...wire.functions import FunctionRegistry
 from ...wire.message_socket import MessageSocket
 from ...wire.output import OutputSource
 from ...wire.private_directory import PrivateDirectory
-from ...wire.status_page import StatusPage, make_status_file, map_page
+from ...wire.ring import RingReader
+from ...wire.status_page import make_memory_of_drone, map_memory
 from .drone import drone_main
 from .handle import LocalHandle
 from .launcher import Launcher, shared_variables
@@ -213,8 +214,9 @@ class LocalEngine(Engine):
             mine, theirs = MessageSocket.pair()
             ends.append(theirs.detach())
             handle.socket = parent_death.close_in_child(MessageSocket(mine))
-            ends.append(make_status_file())
-            handle.status_page = StatusPage(map_page(ends[-1]))
+            ends.append(make_memory_of_drone())
+            handle.status_page, ring = map_memory(ends[-1])
+            handle.ring = RingReader(ring)
             env = self._dispatcher.environments[index]
             env, limit = self._limited(env, self._launcher.set_by_user)
             order = Order(handle.number, name, env, self._config.cwd, limit)

@@ -1,20 +1,18 @@
-"""The controller's handle of a local drone: socket, output and status page."""
+"""The controller's handle of a local drone: socket, ring, output and status page."""
 
 from __future__ import annotations
 
 import logging
 import select
 import signal
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ...errors import Malformed
 from ...memory.references import RefTable
 from ...pool.drone_handle import DroneHandle, Times
-from ...pool.handlers import handle_message, handle_unsent_results
+from ...pool.handlers import handle_records
 from ...pool.interfaces import State
 from ...pool.task import Task
 from ...runtime import parent_death
@@ -30,6 +28,7 @@ from ...runtime.procfs import (
 from ...runtime.tuning import tuning
 from ...wire.message_socket import MEMORY_RETRY_SECONDS, MessageSocket
 from ...wire.output import OutputItems, OutputMerger, OutputSource
+from ...wire.ring import RingReader
 from ...wire.status_page import NO_PAGE
 from .launcher import Launcher
 
@@ -38,7 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_PACKETS = 64  # that are sent or read at one time: other drones wait meanwhile
+MAX_PACKETS = 64  # that are sent at one time: other drones wait meanwhile
+LOOK_AGAIN_SECONDS = 0.01
 KILL_AGAIN_SECONDS = 1.0
 GONE_SECONDS = 1.0  # in which the end of a drone is reported whose socket is closed
 
@@ -61,6 +61,8 @@ class LocalHandle(DroneHandle):
         self._output = select.poll()  # of the streams
         self._merge = OutputMerger()
         self.socket: MessageSocket | None = None
+        self.ring: RingReader | None = None
+        self._looks_again = False
         self._waits_for_room = False  # for what the socket has not taken
         self._is_left = False  # no message comes to it any more, or from it
         self.ref_table = RefTable(launcher.arena, number, self._schedule_release_report)
@@ -194,35 +196,54 @@ class LocalHandle(DroneHandle):
     def open(self) -> None:
         """Receive from now on."""
         assert self.socket is not None
-        receive = partial(self.receive, MAX_PACKETS)
-        self.dispatcher.reactor.watch(self.socket.fileno(), receive)
+        self.dispatcher.reactor.watch(self.socket.fileno(), self._on_bell)
 
-    def receive(self, most: int = sys.maxsize) -> bool:
-        """Handle one message, or the parts of it that have come, in at most so many packets. The
-        descriptor will report the next. Return False if there is none.
-        """
+    def _on_bell(self) -> None:
         socket = self.socket
         if socket is None:
+            return
+        try:
+            is_open = socket.hear_bell()
+        except Malformed as error:
+            log.warning("a malformed message of %s was dropped: %s", self.name, error)
+            return
+        self.receive()
+        if not is_open:
+            self.dispatcher.reactor.unwatch(socket.fileno())
+            self._end_if_left("its socket was closed")
+
+    def receive(self) -> bool:
+        """Handle what the drone has written. Return False if that was nothing."""
+        ring = self.ring
+        if ring is None:
             return False
         try:
-            frames = socket.receive(most)
-            if frames is None:
+            records = ring.read()
+            if not records:
+                if records is None:
+                    self._look_again()
                 return False
-            if not frames:
-                self.dispatcher.reactor.unwatch(socket.fileno())
-                self._end_if_left("its socket was closed")
-                return False
-            handle_message(self.dispatcher, self, frames)
-        except Exception as error:
-            self._on_error(error)
-        return socket.held is None or self.receive()
-
-    def _on_error(self, error: Exception) -> None:
-        if isinstance(error, Malformed):
+            handle_records(self.dispatcher, self, records, ring.length)
+        except Malformed as error:
             log.warning("a malformed message of %s was dropped: %s", self.name, error)
             self.dispatcher.watch_for_lost_answer(self)
-        else:
+        except Exception as error:
             self.dispatcher.fail(error)
+            return False
+        return True
+
+    def _look_again(self) -> None:
+        """Look soon for the bytes that the drone has announced: if they are not there then, it has
+        written over its ring.
+        """
+        if not self._looks_again:
+            self._looks_again = True
+            self.dispatcher.call_later(LOOK_AGAIN_SECONDS, self._check_ring)
+
+    def _check_ring(self) -> None:
+        self._looks_again = False
+        if not self.receive() and self._looks_again:
+            self.kill("it has written over the memory in which it answers")
 
     def receive_all(self) -> None:
         while self.receive():
@@ -233,7 +254,6 @@ class LocalHandle(DroneHandle):
 
     def collect_last_results(self) -> None:
         self.receive_all()
-        handle_unsent_results(self.dispatcher, self, self.status_page.kept())
 
     def close(self) -> None:
         reactor = self.dispatcher.reactor
@@ -245,6 +265,6 @@ class LocalHandle(DroneHandle):
                 reactor.unwatch(end.fileno())
             parent_death.close(end)
         self.streams.clear()
-        self.socket = None
+        self.socket = self.ring = None
         self.status_page = NO_PAGE
         self.ref_table.close()

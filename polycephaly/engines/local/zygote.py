@@ -1,6 +1,6 @@
 """The zygote: a copy of the controller process, or a bare interpreter, that forks the drones.
 
-    reactor ──Order, with stdout, stderr, socket pair, status page──> zygote ──fork──> drone
+    reactor ──Order, with stdout, stderr, socket, memory──> zygote ──fork──> drone
     reactor ──kill (a number, a signal), goodbye──> zygote ──signal──> drone
     reactor <──ready, started, failed, exited── zygote <──SIGCHLD── drone
     reactor <──started, if the drone imports the main module── drone
@@ -46,7 +46,7 @@ from ...runtime.connections import replace_connections
 from ...runtime.hidden import Hidden
 from ...wire.addresses import channel_address, record_exit
 from ...wire.main_names import MainSnapshot
-from ...wire.status_page import StatusPage, map_page
+from ...wire.status_page import StatusPage, map_memory
 from .native_libraries import NO_LIMIT, LoadedLibraries, ThreadLimit
 from .start_stack import ASK_FOR_STACK
 
@@ -94,10 +94,18 @@ Variables = Hidden[dict[str, str]]
 """Environment variables, which may be secret."""
 
 
+class Ways(NamedTuple):
+    """The ways between a drone and its controller, and the page that the drone displays."""
+
+    socket: socket.socket  # messages to the drone, and a bell for the controller
+    status_page: StatusPage
+    ring: memoryview
+
+
 class DroneSpec(NamedTuple):
     """The start parameters that all drones of one zygote share."""
 
-    drone_main: Callable[[Order, Zygote, socket.socket, StatusPage], None]
+    drone_main: Callable[[Order, Zygote, Ways], None]
     directory: str  # the owner's private directory, with its sockets
     family: str  # see runtime/parent_death.py
     pool: str  # its name, or a single drone's
@@ -309,17 +317,17 @@ class Zygote:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sigterm.install()
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            stdout, stderr, messages, status_file = stream_fds
+            stdout, stderr, messages, memory = stream_fds
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
-            status_page = StatusPage(map_page(status_file))
+            status_page, ring = map_memory(memory)
             if self.spec.imports_main():
                 # Open until the drone has reported its start. The zygote reports the drone's end.
                 parent_death.close_in_child(self.control)
             else:
                 self.control.close()
             pipe = self._wakeup_reader, self._wakeup_writer
-            for fd in (*pipe, self._owner_pidfd, stdout, stderr, status_file):
+            for fd in (*pipe, self._owner_pidfd, stdout, stderr, memory):
                 if fd is not None:
                     os.close(fd)
             set_environment(order.env.value)
@@ -328,8 +336,8 @@ class Zygote:
             if self._collector_enabled:
                 gc.enable()
             self.arena.adopt()
-            end = socket.socket(fileno=messages)
-            self.spec.drone_main(order, self, end, status_page)
+            ways = Ways(socket.socket(fileno=messages), status_page, ring)
+            self.spec.drone_main(order, self, ways)
             status = 0
         except BaseException:
             os.write(2, traceback.format_exc().encode())

@@ -3,7 +3,7 @@
     driver ── call: WORK ──> todo ── main thread: run ──> outcomes ── answer of the call ──> driver
     switch ── orders: RECALL, CANCEL ──> control thread ── reports of a long task ──> switch
 
-A *report* has messages (wire/messages.py), the output since the last report, and the drone's state.
+A *report* has records (wire/messages.py), the output since the last report, and the drone's state.
 Reports are numbered, because they travel by two ways: by the answer of a call or, during a long
 task, through the switch. The driver reads them in order, and acknowledges them with each call.
 
@@ -32,13 +32,12 @@ import ray
 from ... import _compat
 from ...drone.child import set_environment
 from ...drone.executor import DroneExecutor
-from ...drone.result_buffer import ResultBuffer
 from ...runtime.clock import monotonic
 from ...runtime.fork_guard import flush_standard_streams
 from ...runtime.hidden import Hidden
 from ...runtime.procfs import boot_id, memory_of
 from ...wire.main_snapshot import Snapshot, restore_snapshot
-from ...wire.messages import SHARED, pack_returned, status_of
+from ...wire.messages import pack_returned
 from .buffers import OutOfBandBuffers, PendingResultStore, RayRefTable
 from .exit_record import ERR, OUT, ExitRecord, OutputFile, open_folder
 
@@ -79,7 +78,7 @@ class Report(NamedTuple):
     """
 
     number: int
-    messages: list[list[bytes]]
+    records: list[bytes]
     out: bytes
     err: bytes
     started: int
@@ -147,28 +146,19 @@ class DroneActor:
         return last
 
 
-class _ResultBuffer(ResultBuffer):
-    def _save(self, entry: bytes, may_save: bool) -> bool:
-        """Save an outcome, unless its buffers go beside: those die with this drone."""
-        if status_of(entry) & SHARED:
-            self._status_page.skip_result()  # type: ignore[attr-defined]
-            return False
-        return super()._save(entry, may_save)
-
-
 class RayDrone(DroneExecutor):
-    _buffer_type = _ResultBuffer
     _store: PendingResultStore
     _ref_table: RayRefTable
 
     def __init__(self, spawn_request: SpawnRequest, folder: str, snapshot: Any) -> None:
         self._exit_record = ExitRecord(folder)
         store, ref_table = PendingResultStore(), RayRefTable()
-        super().__init__(spawn_request.name, self._exit_record, snapshot, store, ref_table)
+        self._outbox: list[bytes] = []  # records for the next report
+        self._outbox_lock = threading.Lock()
+        super().__init__(spawn_request.name, self._exit_record.page, snapshot, store, ref_table)
         self.spawn_request = spawn_request
         # stderr is read first: see `OutputMerger`.
         self._output_files = [OutputFile(folder, name) for name in (ERR, OUT)]
-        self._outbox: list[list[bytes]] = []
         self._reports = 0
         self.call_lock = threading.Lock()
         self._control_thread = _ControlThread(self)
@@ -194,14 +184,12 @@ class RayDrone(DroneExecutor):
             if len(self._pending_interrupts) > MAX_PENDING_INTERRUPTS:
                 self._pending_interrupts.clear()
             with self.socket_lock:
-                entries = self._exit_record.count_entries()
-                self._send_outcomes()
-                return self._make_report(entries, all_output=True)
+                self._outcomes.put_reports()
+                return self._make_report(all_output=True)
 
     def _return_tasks_if_large_result(self) -> None:
         if self._store.has_large_result:
             with self.socket_lock:
-                self._send_outcomes()
                 self._on_recall([])
 
     def _receive(self, wait: bool) -> None:
@@ -226,17 +214,20 @@ class RayDrone(DroneExecutor):
         """
         self._send(pack_returned([(number, 0) for number in unknown]))
 
-    def _send(self, frames: list[bytes]) -> None:
-        self._outbox.append(frames)
+    def _put(self, record: bytes, is_shared: bool = False) -> None:
+        with self._outbox_lock:  # so that a report has what is in the exit record at its time
+            self._outbox.append(record)
+            if not is_shared:  # the buffers of others die with this drone
+                self._exit_record.keep(record)
 
-    def _make_report(self, entries: int, all_output: bool = False) -> ReportWithBuffers:
-        """Make a report, with or before which `entries` of the exit record have gone.
-
-        Answers have `all_output`, because output is shown before promises settle.
+    def _make_report(self, all_output: bool = False) -> ReportWithBuffers:
+        """Make a report. Answers of calls have `all_output`, because output is shown before
+        promises settle.
         """
         self._reports += 1
-        self._exit_record.add_report(self._reports, entries)
-        messages, self._outbox = self._outbox, []
+        with self._outbox_lock:
+            self._exit_record.add_report(self._reports)
+            records, self._outbox = self._outbox, []
         limit = -1 if all_output else MAX_REPORTED_OUTPUT_BYTES
         err, out = (each.read(limit) for each in self._output_files)
         outgoing = self._ref_table.take_outgoing()
@@ -244,7 +235,7 @@ class RayDrone(DroneExecutor):
         memory = 0
         if self.spawn_request.watches_memory and self._reports % REPORTS_PER_MEMORY_CHECK == 0:
             memory = memory_of(os.getpid(), 0)
-        report = Report(self._reports, messages, out, err, self._current, memory, bool(outgoing))
+        report = Report(self._reports, records, out, err, self._current, memory, bool(outgoing))
         return report.pack(), OutOfBandBuffers(
             [buffer for attachment in outgoing for buffer in attachment.buffers]
         ) if outgoing else None
@@ -270,12 +261,10 @@ class RayDrone(DroneExecutor):
     def make_report_if_due(self, heartbeat: bool) -> ReportWithBuffers | None:
         """Return a report if there is news, or as a `heartbeat`."""
         with self.socket_lock:
-            entries = self._exit_record.count_entries()
-            self._send_outcomes()
-            self._send_done_so_far()
+            self._tell_of_done()
             has_output = any(file.has_more() for file in self._output_files)
             if self._outbox or heartbeat or has_output:
-                return self._make_report(entries)
+                return self._make_report()
         return None
 
 

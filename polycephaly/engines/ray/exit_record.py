@@ -1,11 +1,12 @@
 """The exit record of a drone on Ray: a folder on its node, with a status page and its output.
 
-    task begun, unacknowledged results ──> page ─┐
-    descriptors 1 and 2 ──> out, err ────────────┴── read on that node after a death ──> driver
+    task begun, unacknowledged answers ──> page, ring ─┐
+    descriptors 1 and 2 ──> out, err ──────────────────┴── read there after a death ──> driver
 
-The page has the task that had begun, and the results that did not reach the driver, as on one
-machine (wire/status_page.py). A result stays there until the driver has acknowledged the
-report that brought it.
+The page has the task that had begun, as on one machine (wire/status_page.py), and the ring behind
+it (wire/ring.py) the answers that did not reach the driver. An answer stays there until the driver
+has acknowledged the report that brought it; one for which there is no room goes by the report
+alone.
 
 Output that was read some megabytes ago is freed, so that a drone that prints for days fills no
 disk. Freeing punches a hole in the file, because any process may append through descriptors 1 and 2
@@ -25,16 +26,20 @@ import signal
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from io import FileIO
 from typing import NamedTuple
 
 from ..._compat import ray_session_dir
+from ...errors import Malformed
 from ...memory.arena import free_pages
 from ...runtime.parent_death import wait_for_end
 from ...runtime.procfs import start_time_of
-from ...wire.status_page import PAGE_BYTES, StatusPage, map_page
+from ...wire.ring import HEADER_BYTES, Record, RingReader, RingWriter
+from ...wire.status_page import PAGE_BYTES, map_memory
 
+_MEMORY_BYTES = PAGE_BYTES + HEADER_BYTES + 16 * 1024
 _STATUS_FILE, OUT, ERR, _FOUND_FILE = "page", "out", "err", "found"
 # How long a dead drone's folder waits for its driver, after another drone has found it.
 UNREAD_FOLDER_SECONDS = 120.0
@@ -45,66 +50,40 @@ KEPT_OUTPUT_BYTES = 4 << 20  # of each output stream that are kept after reading
 
 class FinalState(NamedTuple):
     started: int = 0
-    answered: int = 0
-    kept: bytes = b""
+    unread: Sequence[Record] = ()
+    """What the drone had written, and the driver had not acknowledged."""
     out: bytes = b""
     err: bytes = b""
 
 
-class ExitRecord(StatusPage):
-    """The writer's side of the page. An outcome without room there is only noted as sent."""
+class ExitRecord:
+    """The writer's side: a status page, and behind it a ring, which is read after a death only."""
 
     def __init__(self, folder: str) -> None:
         path = os.path.join(folder, _STATUS_FILE)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(fd, PAGE_BYTES)
-        super().__init__(map_page(fd))
+        os.ftruncate(fd, _MEMORY_BYTES)
+        self.page, ring = map_memory(fd, _MEMORY_BYTES)
         os.close(fd)
-        self._entries: deque[bytes] = deque()
-        self._dropped = 0  # number of acknowledged entries, which came before `_entries`
-        # Report numbers, each with the number of entries that were kept before the report.
+        self._ring = RingWriter(ring)
+        # Report numbers, each with the end of the ring at its time.
         self._reports: deque[tuple[int, int]] = deque()
 
-    def keep(self, result: bytes) -> bool:
-        if super().keep(result):
-            self._entries.append(result)
-            return True
-        self.skip_result()
-        return True  # nothing can be sent at once: the answer of the call brings the outcome
+    def keep(self, record: bytes) -> None:
+        """Have a record outlive this drone, if there is room."""
+        self._ring.write(record)
 
-    def skip_result(self) -> None:
-        """Note that the result of the task begun last will be sent and is not in the page."""
-        self.answered = self.started
-
-    def mark_all_answered(self, number: int) -> None:
-        """Do nothing: results are kept until they are acknowledged."""
-
-    def count_entries(self) -> int:
-        """Return the number of entries kept so far.
-
-        A thread that makes a report calls this before taking the outcomes, which are noted first
-        and then kept. So at least these entries go with the report, or went before, whatever the
-        main thread keeps meanwhile.
-        """
-        return self._dropped + len(self._entries)
-
-    def add_report(self, report: int, entries: int) -> None:
-        """Note a report and its number of entries. In either thread, holding `socket_lock`."""
-        self._reports.append((report, entries))
+    def add_report(self, report: int) -> None:
+        """Note that all that is in the ring now goes with a report, or went before."""
+        self._reports.append((report, self._ring.end()))
 
     def acknowledge(self, report: int) -> None:
-        """Drop the entries of all reports up to `report`: the driver has them.
+        """Drop what went with the reports up to `report`: the driver has it.
 
         Called in the main thread, holding `socket_lock`.
         """
-        acknowledged = self._dropped
         while self._reports and self._reports[0][0] <= report:
-            acknowledged = self._reports.popleft()[1]
-        if acknowledged > self._dropped:
-            while self._dropped < acknowledged:
-                self._entries.popleft()
-                self._dropped += 1
-            self.replace_kept(list(self._entries))
+            self._ring.forget(self._reports.popleft()[1])
 
 
 class OutputFile:
@@ -197,7 +176,7 @@ def read_exit_record(folder: str, out_from: int, err_from: int) -> FinalState | 
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            page = StatusPage(map_page(fd))
+            page, ring = map_memory(fd, _MEMORY_BYTES)
         finally:
             os.close(fd)
     except OSError:
@@ -207,13 +186,19 @@ def read_exit_record(folder: str, out_from: int, err_from: int) -> FinalState | 
     try:
         return FinalState(
             page.started,
-            page.answered,
-            page.kept(),
+            _unread(ring),
             _read_final_output(folder, OUT, out_from),
             _read_final_output(folder, ERR, err_from),
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unread(ring: memoryview) -> Sequence[Record]:
+    try:
+        return RingReader(ring).read() or ()
+    except Malformed:  # the drone may have written anywhere before it died
+        return ()
 
 
 def _read_final_output(folder: str, name: str, start: int) -> bytes:

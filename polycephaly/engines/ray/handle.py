@@ -22,10 +22,10 @@ from ray.exceptions import ObjectLostError, RayTaskError
 from ...errors import Lost, Malformed
 from ...memory.references import Serialized
 from ...pool.drone_handle import DroneHandle
-from ...pool.handlers import handle_message, handle_unsent_results
+from ...pool.handlers import handle_records, handle_unsent_results
 from ...pool.interfaces import State
 from ...pool.task import Task
-from ...wire.messages import STOP, WORK
+from ...wire.messages import STOP, WORK, unpack_records
 from ...wire.output import LineSplitter, OrderedItems, OutputItems, OutputMerger
 from ...wire.placeholders import split_remote_objects
 from .buffers import LazyBuffers, OutOfBandBuffers, RayRefTable
@@ -198,11 +198,11 @@ class RayHandle(DroneHandle):
         self._started = report.started
         self._feed_output(report.out, report.err)
         self.ref_table.incoming = incoming
-        for frames in report.messages:
-            try:
-                handle_message(self.dispatcher, self, frames)
-            except Malformed as error:
-                self.dispatcher.fail(error)
+        try:
+            if report.records:
+                handle_records(self.dispatcher, self, unpack_records(report.records))
+        except Malformed as error:
+            self.dispatcher.fail(error)
         self.ref_table.incoming = ()
         self.print_output()
 
@@ -228,9 +228,6 @@ class RayHandle(DroneHandle):
             if self._started in self.in_flight
             else next(iter(list(self.in_flight)), 0)
         )
-
-    def last_answered(self) -> int:
-        return self._final_state.answered
 
     def heartbeat(self) -> tuple[object, dict[str, tuple[float, float]]]:
         return self._last_read_report, {}
@@ -284,7 +281,7 @@ class RayHandle(DroneHandle):
         self._feed_output(final_state.out, final_state.err)
 
     def collect_last_results(self) -> None:
-        handle_unsent_results(self.dispatcher, self, self._final_state.kept)
+        handle_unsent_results(self.dispatcher, self, self._final_state.unread)
 
     def close(self) -> None:
         for stream in self._output_streams:
