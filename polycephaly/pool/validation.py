@@ -56,8 +56,11 @@ _PLACES = {
 def _check_place(dispatcher: DispatcherBase, task: Task, places: list[str]) -> None:
     state = task.state
     assert places in _PLACES[state], f"{task.promise!r} is {state.name} and in {places}"
-    assert state is not WAITING or task in dispatcher.state.awaiting_inputs or places, (
-        f"{task.promise!r} waits for inputs and is not in `awaiting_inputs`"
+    # Any thread puts it into the inbox, and then takes it out of `awaiting_inputs`. So, in this
+    # order, it is found in one of them: only this thread takes it out of the inbox.
+    is_there = state is not WAITING or task in dispatcher.state.awaiting_inputs
+    assert is_there or task in [*dispatcher.inbound], (
+        f"{task.promise!r} waits for inputs and is neither in `awaiting_inputs` nor in the inbox"
     )
     is_parked = task in dispatcher.state.parked
     assert is_parked or state not in (PARKED, LEASED, DELAYED), f"{task.promise!r} is not parked"
