@@ -193,7 +193,7 @@ def test_calls_of_one_function_go_in_order_whatever_their_arguments_are(reactor,
     for frames in messages:
         for number, kind, _, payload in unpack_work(frames):
             if kind == CALLS:
-                some, calls = unpack_lists(payload, 2)
+                some, calls = unpack_lists(payload)
                 assert set(map(type, calls)) == {tuple}
                 numbers += some
             else:

@@ -388,7 +388,7 @@ class DroneExecutor:
         answers = pack_answers(part.values, part.packed, error, self._store)
         return run.number, ANSWERS, part.started, part.finished, answers, head
 
-    def _write_answers(self, must_send: bool) -> None:
+    def _write_answers(self, must_tell: bool) -> None:
         """Write what is done of the chunk that runs; if it is time, or must be, have that read, and
         handle what has come meanwhile. Called by the main thread between two calls, and interrupted
         only after that.
@@ -396,7 +396,7 @@ class DroneExecutor:
         run = self._chunk
         assert run is not None
         self._current = 0
-        if must_send or monotonic() - self._last_flush > FLUSH_SECONDS:
+        if must_tell or monotonic() - self._last_flush > FLUSH_SECONDS:
             self._flush()
             self._receive(wait=False)
         elif not run.is_bulky():
@@ -706,7 +706,7 @@ os.register_at_fork(after_in_child=_disable_in_child)
 
 
 def _unpack_calls(payload: Any) -> tuple[list[int], list[tuple[Any, ...]]]:
-    numbers, calls = unpack_lists(payload, 2)
+    numbers, calls = unpack_lists(payload)
     if set(map(type, calls)) != {tuple} or min(numbers) < 0 or max(numbers) >= 1 << 64:
         raise Malformed("a malformed list of calls")
     return numbers, calls

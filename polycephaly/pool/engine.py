@@ -7,7 +7,7 @@
 
     start   `Engine.start` returns a handle; the engine calls the supervisor's `on_started` or
             `on_not_started`
-    submit  `DroneHandle.send` of a WORK message; `handlers.handle_message` receives the answers
+    submit  `DroneHandle.send` of a WORK message; `handlers.handle_records` receives the answers
     cancel  `DroneHandle.send` of a CANCEL message
     watch   `DroneHandle.heartbeat`, `is_waiting`, `stall_reason`, `memory`, `last_started`,
             `last_answered`; the engine calls the supervisor's `on_died`

@@ -206,9 +206,7 @@ def _handle_outcomes(
         dispatcher.record.add_answers(handle.name, settled)
         _record_parts(dispatcher, handle, parts)
     finally:  # tasks that have left flight are settled even if something fails
-        if parts:
-            answered += sum(part.calls for part in parts)
-            dispatcher.reactor.deliver(partial(_give, parts))
+        _hand_over(dispatcher, handle, parts)
         if answered:
             handle.count_done(answered)
         if settled:
@@ -247,9 +245,7 @@ def _handle_chunk_values(
             )
         _record_parts(dispatcher, handle, parts)
     finally:
-        if parts:
-            handle.count_done(sum(part.calls for part in parts))
-            dispatcher.reactor.deliver(partial(_give, parts))
+        _hand_over(dispatcher, handle, parts)
         dispatcher.after_answer(handle)
 
 
@@ -274,8 +270,8 @@ def _handle_value(
     value: Any,
     size: int,
 ) -> None:
-    """Do as `_handle_values`, in a third of the time, for the value of one call, for which most
-    probably somebody waits.
+    """Do as `_handle_values` does, in fewer steps, for the value of one call: a thread may wait for
+    it.
     """
     if not (type(number) is int and type(started) is float and type(finished) is float):
         raise Malformed("a value with a number that is not int, or times that are not float")
@@ -449,6 +445,13 @@ def _record_parts(
         dispatcher.record.add_answer(
             handle.name, part.chunk, part.times, part.calls, item=part.item
         )
+
+
+def _hand_over(dispatcher: Dispatcher, handle: DroneHandle, parts: Sequence[_ReceivedPart]) -> None:
+    """Count the calls of parts of chunks, and have the parts given after the lock is released."""
+    if parts:
+        handle.count_done(sum(part.calls for part in parts))
+        dispatcher.reactor.deliver(partial(_give, parts))
 
 
 def _check_returned(handle: DroneHandle, returned: list[tuple[int, int]]) -> list[tuple[int, int]]:

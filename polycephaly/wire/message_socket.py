@@ -165,8 +165,8 @@ class MessageSocket:
         """
         return self.held is not None or bool(self._input.poll(0))
 
-    def receive(self, most: int = sys.maxsize) -> list[bytes] | None:
-        """Return the frames of the next message, for which at most so many packets are read.
+    def receive(self) -> list[bytes] | None:
+        """Return the frames of the next message.
 
         Returns None if no message is there, or not all of it, and an empty list if the other end is
         closed. Raises `Malformed` if a packet is not valid there.
@@ -174,7 +174,7 @@ class MessageSocket:
         if self.held is not None:
             held, self.held = self.held, None
             return held
-        for _ in range(most):
+        while True:
             try:
                 packet = self._socket.recv(MAX_PACKET_BYTES + _HEADER_BYTES)
             except BlockingIOError:
@@ -194,7 +194,6 @@ class MessageSocket:
             frames = self._take(packet)
             if frames is not None:
                 return frames
-        return None
 
     def _take(self, packet: bytes) -> list[bytes] | None:
         """Return the frames of the message that is complete with `packet`, if one is."""

@@ -260,8 +260,8 @@ def value_columns(
     return numbers, started, finished, values, seconds
 
 
-def unpack_lists(payload: Any, count: int) -> tuple[list[Any], ...]:
-    """Return the lists of a CALLS payload: `count` lists of equal length.
+def unpack_lists(payload: Any) -> tuple[list[Any], ...]:
+    """Return the lists of a CALLS payload: two, of equal length.
 
     The first list holds integers. Raises `Malformed` if the payload has another shape; from a
     `MemoryError` if there is no memory for a payload that is as it should be.
@@ -274,8 +274,8 @@ def unpack_lists(payload: Any, count: int) -> tuple[list[Any], ...]:
         is_forged = isinstance(cause, MemoryError) and _claims_too_much(payload)
         error = Malformed(f"a batch pickle: {type(cause).__name__}: {cause}")
         raise error from (None if is_forged else cause)
-    if type(lists) is not tuple or len(lists) != count or set(map(type, lists)) != {list}:
-        raise Malformed(f"a batch pickle that is not {count} lists")
+    if type(lists) is not tuple or len(lists) != 2 or set(map(type, lists)) != {list}:
+        raise Malformed("a batch pickle that is not two lists")
     if len(set(map(len, lists))) != 1 or set(map(type, lists[0])) != {int}:
         raise Malformed("a batch pickle whose lists differ in length, or whose numbers are not int")
     return lists

@@ -7,9 +7,9 @@
 A record is a tuple, in the format of `marshal`. The numbers make the bytes from CONSUMED to END the
 content of a dict of that format, so that one call decodes all records that have come. (They are
 positions: any would do, if they differ.) A position is a count of bytes, and the checksum is that
-of all bytes up to there. So an END that is seen before
-the bytes, as may happen on processors that do not keep stores in order, is one that has not come
-yet; and so is that of a drone which has written over its ring.
+of all bytes up to there. So an END that is seen before the bytes, as may happen on processors that
+do not keep stores in order, is one that has not come yet; and so is that of a drone which has
+written over its ring.
 
 What was written before the writer died is read: a record counts from the moment that END is stored,
 which is one store of an aligned word. One thread at a time writes, and one reads.

@@ -75,13 +75,13 @@ class StatusPage:
     holder: int = _cell(_HOLDER)
     full: int = _cell(_FULL)
 
+    def __init__(self, memory: memoryview) -> None:
+        self.cells = memory[:HEADER_BYTES].cast("Q")
+
     @property
     def stands_still(self) -> bool:
         """Whether the time limits of its task do not go on: it is debugged, or waits for room."""
         return self.debugged != 0 or self.full != 0
-
-    def __init__(self, memory: memoryview) -> None:
-        self.cells = memory[:HEADER_BYTES].cast("Q")
 
     def signs_of_life(self) -> bytes:
         """Return what changes while the drone lives: `started`, `answered` and `beats`."""
