@@ -575,11 +575,14 @@ def _settle_values(
             if promise._made_condition is None:
                 promise._result = value
                 promise._state = FINISHED
+                hooks = promise._hooks
                 try:
-                    if promise._hooks:
-                        promise._hooks.reverse()
+                    if hooks:
+                        hooks.reverse()
                         promise._call_hooks()
                 finally:
+                    if hooks:  # an exception came between two of them, or before the first
+                        promise._call_hooks()
                     promise._task = None
                     forget(task, None)
             else:
