@@ -168,5 +168,5 @@ class RingReader(_Ring):
 def _decode(packed: bytes) -> Any:
     try:
         return loads(packed)
-    except (ValueError, EOFError, TypeError, MemoryError) as error:
+    except (ValueError, EOFError, TypeError) as error:
         raise Malformed(f"{len(packed)} bytes of a ring that are no records: {error}") from error
