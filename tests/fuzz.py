@@ -117,11 +117,11 @@ from polycephaly.wire.messages import (
     unpack_frames,
     unpack_numbers,
     unpack_returned,
+    unpack_value_keys,
     unpack_work,
-    value_columns,
 )  # fmt: skip
 from polycephaly.wire.pickling import join_payloads
-from polycephaly.wire.ring import FORMAT
+from polycephaly.wire.ring import FORMAT, next_key
 
 SOON = 20.0  # seconds: what is not there by then hangs
 MEMORY = (
@@ -248,23 +248,33 @@ def report_of(number: int) -> dict[str, Any]:
 NOBODYS = (UNLIKELY, UNLIKELY + 1)
 
 
-_OUTCOME, _VALUE = struct.Struct("<QBdd"), struct.Struct("<Qdd")
+_OUTCOME = struct.Struct("<QBdd")
 
 
-def record_of(frames: Frames) -> tuple[Any, ...]:
-    """What a drone writes: an outcome (of frames that begin with R), a value (V), or a message."""
-    for mark, form in ((b"R", _OUTCOME), (b"V", _VALUE)):
-        if frames[0][:1] == mark:
-            try:
-                return (*form.unpack(frames[0][1:]), *frames[1:])
-            except struct.error:
-                return tuple(frames)
-    return (frames,)
+def item_of(frames: Frames) -> tuple[Any, Any]:
+    """The key and the record of what a drone writes: of a value (of frames that begin with V), an
+    outcome (R), or a message. The key of the latter two says nothing."""
+    if frames[0][:1] == b"V":
+        return frames[0][1:], frames[1] if len(frames) == 2 else tuple(frames)
+    if frames[0][:1] != b"R":
+        return 0, (frames,)
+    try:
+        return 0, (*_OUTCOME.unpack(frames[0][1:]), *frames[1:])
+    except struct.error:
+        return 0, tuple(frames)
 
 
-def checked(record: Any) -> Any:
-    if len(record) == 4:
-        return value_columns([record])
+def packed_item(item: tuple[Any, Any]) -> bytes:
+    key, record = item
+    packed_key = marshal.dumps(key, FORMAT) if type(key) is bytes else next_key()
+    return packed_key + marshal.dumps(record, FORMAT)
+
+
+def checked(item: tuple[Any, Any]) -> Any:
+    """An outcome, if that is one."""
+    key, record = item
+    if type(key) is bytes:
+        return unpack_value_keys([key])
     check_outcome(record)
     return record
 
@@ -287,7 +297,7 @@ def result_messages(
         return [b"R" + _OUTCOME.pack(number, status, now, now + 1e-4), payload, output]
 
     def value_of(number: int, text: bytes) -> Frames:
-        return [b"V" + _VALUE.pack(number, now, now + 1e-5), text]
+        return [b"V" + struct.pack("=Qdd", number, now, now + 1e-5), text]
 
     shared = shared_payload(store, ref_table)
     return [
@@ -470,9 +480,9 @@ class Decoders:
                 self._strictly(unpack_returned, each)
                 self._report(self._strictly(unpack_frames, each))
                 self._work(self._strictly(unpack_work, each) or [])
-        record = record_of(frames)
-        if self._strictly(checked, record, given=frames) is record:
-            self._result(*record)
+        item = item_of(frames)
+        if self._strictly(checked, item, given=frames) is item[1]:
+            self._result(*item[1])
         for frame in frames[:2]:
             self._strictly(unpack_answers, frame)
             self._strictly(Received, frame, self._ref_table)
@@ -706,11 +716,11 @@ def say(seed: int, by: str, first: int, last: int) -> int:
         originals = result_messages(store, ref_table, known)
         originals += work_messages(store, ref_table)[:2]
         for number in range(first, last):
-            record = record_of(message(seed, number, originals))
+            packed = packed_item(item_of(message(seed, number, originals)))
             if by == "records":
-                drone._put(marshal.dumps(record, FORMAT))
+                drone._put(packed)
             else:
-                put_pieces(drone, record, random.Random(~(seed << 32 | number)))
+                put_pieces(drone, packed, random.Random(~(seed << 32 | number)))
             drone._tell()
             wait_for(lambda: is_read(drone), SOON)  # so that each of them is dropped by itself
     return last - first
@@ -721,9 +731,8 @@ def is_read(drone: image_main.LocalDrone) -> bool:
     return bool(end == consumed)
 
 
-def put_pieces(drone: image_main.LocalDrone, record: tuple[Any, ...], dice: random.Random) -> None:
+def put_pieces(drone: image_main.LocalDrone, whole: bytes, dice: random.Random) -> None:
     """As of a record that is too long for the ring, but for one of these."""
-    whole = marshal.dumps(record, FORMAT)
     at = dice.randrange(len(whole) + 1)
     pieces: list[Any] = [len(whole), whole[:at], whole[at:]]
     match dice.randrange(5):
@@ -735,7 +744,7 @@ def put_pieces(drone: image_main.LocalDrone, record: tuple[Any, ...], dice: rand
             pieces.insert(dice.randrange(4), dice.choice([None, "text", [1], 1.5, {}, len(whole)]))
     with drone._ring_lock:
         for each in pieces:
-            drone._ring.write_any(marshal.dumps(each, FORMAT), drone._wait_for_room)
+            drone._ring.write_any(packed_item((0, each)), drone._wait_for_room)
         drone._is_told = False
 
 
@@ -938,8 +947,9 @@ class Noise:
             return went
         if self._kind == "duplicated":
             self._send(frames)
-        elif self._kind == "truncated" and type(frames[0]) is tuple:  # a record
-            frames = [frames[0][:-1]]
+        elif self._kind == "truncated" and type(frames[0]) is tuple:  # a record and its key
+            key, record = frames[0]
+            frames = [(key[:-1], record) if type(key) is bytes else (key, record[:-1])]
         elif self._kind == "truncated":
             *first, last = frames
             frames = [

@@ -34,7 +34,15 @@ from polycephaly.runtime.timers import Timers
 from polycephaly.wire.functions import FunctionRegistry
 from polycephaly.wire.main_names import MainSnapshot
 from polycephaly.wire.map_chunks import ITEMS, pack_calls
-from polycephaly.wire.messages import VALUE, message_type, pack_frames, unpack_numbers
+from polycephaly.wire.messages import (
+    VALUE,
+    message_type,
+    pack_frames,
+    pack_outcome,
+    pack_value,
+    unpack_numbers,
+)
+from polycephaly.wire.ring import decode
 
 BEGINNING = 1000.0  # of the time: no 0, which could stand for something else
 A_MOMENT = 1e-6  # times that are closer are the same
@@ -198,15 +206,15 @@ class FakeHandle(DroneHandle):
         self.dispatcher.reactor.turn()
 
     def answer(self, task, value=None, together=False):
-        """The record; `together` as of those that share a pickle."""
+        """The record, with its key; `together` as of those that share a pickle."""
         now = self.dispatcher.reactor.now
         if together:
-            return (task.number, now, now, value)
-        return (task.number, VALUE, now, now, dumps(value), b"")
+            return decode(pack_value(task.number, now, now, value))
+        return decode(pack_outcome(task.number, VALUE, now, now, dumps(value)))
 
     def answers(self, task, value=None, together=False):
         """And this process reads it at once."""
-        handle_records(self.dispatcher, self, [self.answer(task, value, together)])
+        handle_records(self.dispatcher, self, self.answer(task, value, together))
         self.dispatcher.reactor.turn()
 
     def tells_frames(self, request, places):
@@ -233,7 +241,7 @@ class FakeHandle(DroneHandle):
     def receive_all(self):
         self.looks.append(self.dispatcher.reactor.passed)
         while self.unread:
-            handle_records(self.dispatcher, self, [self.unread.popleft()])
+            handle_records(self.dispatcher, self, self.unread.popleft())
 
     def _kill(self):
         self.kills.append(self.dispatcher.reactor.passed)

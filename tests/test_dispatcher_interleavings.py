@@ -59,7 +59,7 @@ def answer(handle, number, first, values):
     payload = answers_head(first, len(values), False) + pack_answers(values, False, None, None)
     now = handle.dispatcher.reactor.now
     outcome = (number, ANSWERS, now, now + 0.001 * len(values), payload, b"")
-    handle_records(handle.dispatcher, handle, [outcome])
+    handle_records(handle.dispatcher, handle, {0: outcome})
 
 
 def test_what_a_drone_answers_after_its_pool_broke_is_ignored(reactor):

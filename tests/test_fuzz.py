@@ -1,7 +1,6 @@
 """Nonsense from every side: nothing breaks or hangs. The short form of fuzz.py."""
 
 import contextlib
-import marshal
 import math
 import mmap
 import os
@@ -37,8 +36,9 @@ from polycephaly.wire.messages import (
     Malformed,
     TaskBatch,
     pack_numbers,
+    pack_value,
 )  # fmt: skip
-from polycephaly.wire.ring import FORMAT
+from polycephaly.wire.ring import decode
 
 SOON = 60.0  # seconds
 SEED = int(os.environ.get("FUZZ_SEED", random.SystemRandom().randrange(1 << 31)))
@@ -136,17 +136,17 @@ def test_a_time_that_is_none_is_not_believed(seconds):
 # -- live: drones that talk nonsense
 
 
-def say(*records):
+def say(*items):
     drone = fuzz.this_drone()
-    for each in records:
-        drone._put(marshal.dumps(each, FORMAT))
+    for each in items:
+        drone._put(fuzz.packed_item(each))
     drone._tell()
 
 
 def answer_myself(status, started=0.0, finished=0.0):
     """Status 0: as everybody does."""
     if status:
-        say((fuzz.this_drone()._current, status, started, finished, b"", b""))
+        say((0, (fuzz.this_drone()._current, status, started, finished, b"", b"")))
 
 
 @pytest.mark.guarantee("wire-4")
@@ -156,24 +156,25 @@ def test_a_pool_goes_on_whatever_its_drones_say():
 
 
 RECORDS_WRONG = {
-    "nothing": (),
-    "a number that is none": ([], 0.5, 0.5, None),
-    "a time that is none": (1, None, 0.5, None),
-    "another": (1, 0.5, "x", None),
-    "no message": ("x",),
-    "no frames": ([],),
-    "too much": (1, 2, 3, 4, 5, 6, 7),
-    "an outcome of a number that is none": ("1", VALUE, 0.5, 0.5, b"", b""),
-    "an outcome of no kind": (1, 77, 0.5, 0.5, b"", b""),
-    "an outcome without bytes": (1, VALUE, 0.5, 0.5, None, b""),
+    "nothing": (0, ()),
+    "no record": (0, None),
+    "a key that is too short": (bytes(23), None),
+    "a key that is too long": (bytes(25), None),
+    "a form that none has": (0, (1, 0.5, 0.5, None)),
+    "no message": (0, ("x",)),
+    "no frames": (0, ([],)),
+    "too much": (0, (1, 2, 3, 4, 5, 6, 7)),
+    "an outcome of a number that is none": (0, ("1", VALUE, 0.5, 0.5, b"", b"")),
+    "an outcome of no kind": (0, (1, 77, 0.5, 0.5, b"", b"")),
+    "an outcome without bytes": (0, (1, VALUE, 0.5, 0.5, None, b"")),
 }
 
 
-@pytest.mark.parametrize("record", RECORDS_WRONG.values(), ids=RECORDS_WRONG)
-def test_a_garbled_record_of_one_drone_breaks_no_pool(record):
+@pytest.mark.parametrize("item", RECORDS_WRONG.values(), ids=RECORDS_WRONG)
+def test_a_garbled_record_of_one_drone_breaks_no_pool(item):
     with fuzz.Heard() as heard, poly.Pool(2, output=heard.line) as pool:
         work = [pool.promise(abs, -i) for i in range(50)]
-        pool.promise(say, record).result(SOON)
+        pool.promise(say, item).result(SOON)
         assert [p.result(SOON) for p in work] == list(range(50))
         fuzz.answers(pool, heard)
         assert heard.dropped == 1
@@ -205,7 +206,7 @@ def send_empty_packet():
 def scribble(place):
     """On a drone: over its own ring, while it has something to tell."""
     drone = fuzz.this_drone()
-    drone._put(marshal.dumps((fuzz.UNLIKELY, 0.5, 0.5, None), FORMAT))
+    drone._put(pack_value(fuzz.UNLIKELY, 0.5, 0.5, None))
     if place == "the bytes":
         for at in range(0, len(drone._ring._bytes), 8):
             drone._ring._bytes[at] ^= 1
@@ -366,10 +367,8 @@ def speak_badly(kind):
     """On a drone: as if its ring were no memory."""
     drone = fuzz.this_drone()
     put = drone._put
-    noise = fuzz.Noise(
-        kind, lambda records: [put(marshal.dumps(each, FORMAT)) for each in records], _count
-    )
-    drone._outcomes._put = lambda record, is_shared=False: noise([marshal.loads(record)])
+    noise = fuzz.Noise(kind, lambda items: [put(fuzz.packed_item(each)) for each in items], _count)
+    drone._outcomes._put = lambda record, is_shared=False: noise([*decode(record).items()])
 
 
 _count = memoryview(b"")

@@ -464,7 +464,7 @@ def test_answers_of_a_chunk_that_are_heard_twice_answer_nothing_again(reactor):
     one = answers_head(0, 1, False) + pack_answers([1], False, None, None)
     for _ in range(2):
         outcome = (chunk.number, ANSWERS, 0.0, 0.0, one, b"")
-        handle_records(dispatcher, handle, [outcome])
+        handle_records(dispatcher, handle, {0: outcome})
         reactor.turn()
         assert [part.answers.values for part in chunk.parts] == [[1]]
     assert chunk.calls_left == 1 and not chunk.promise.done()
@@ -486,4 +486,4 @@ def test_an_outcome_is_not_written_before_the_events_of_its_task():
         events,
     )
     outcomes.add_value(7, 0.0, 1.0, None)
-    assert [record[1] for record in unpack_records(written)] == [EVENT_LOG, VALUE]
+    assert [each[1] for each in unpack_records(written).values()] == [EVENT_LOG, VALUE]

@@ -1104,7 +1104,7 @@ def answer_chunk(dispatcher, handle, chunk):
     answers = answers_head(chunk.answered, len(values), False)
     answers += pack_answers(values, False, None, None)
     outcome = (chunk.number, ANSWERS, 0.0, 0.001, answers, b"")
-    handle_records(dispatcher, handle, [outcome])
+    handle_records(dispatcher, handle, {0: outcome})
 
 
 def test_a_wait_for_results_goes_on_where_a_chunk_ends_and_the_next_is_not_done(monkeypatch):
@@ -1350,7 +1350,7 @@ def test_a_chunk_that_was_cut_again_and_again_is_cancelled_with_all_that_follows
         handle_message(dispatcher, handle, pack_returned([(last.number, rest)]))
         answers = answers_head(0, 1, False) + pack_answers([0], False, None, None)
         outcome = (last.number, ANSWERS, 0.0, 0.0, answers, b"")
-        handle_records(dispatcher, handle, [outcome])
+        handle_records(dispatcher, handle, {0: outcome})
     reactor.turn()
     [last] = handle.in_flight.values()
     map_module._cancel([first])

@@ -17,7 +17,7 @@ from scripts import Script, run_script
 
 from polycephaly import green
 from polycephaly.runtime.tuning import tuning
-from polycephaly.wire.ring import FORMAT, HEADER_BYTES
+from polycephaly.wire.ring import FORMAT, HEADER_BYTES, next_key
 from polycephaly.wire.status_page import PAGE_BYTES
 
 NUMBERS = 4_000_000
@@ -483,10 +483,11 @@ def test_a_page_holds_what_no_acknowledged_report_has_brought(tmp_path):
         """As read after a death."""
         with open(tmp_path / "page", "rb") as file:
             memory = bytearray(file.read())
-        return "".join(text for (text,) in diary._unread(memoryview(memory)[PAGE_BYTES:]))
+        unread = diary._unread(memoryview(memory)[PAGE_BYTES:])
+        return "".join(text for (text,) in unread.values())
 
     def keep(text):
-        record.keep(marshal.dumps((text,), FORMAT))
+        record.keep(next_key() + marshal.dumps((text,), FORMAT))
 
     keep("a")
     keep("b")
@@ -518,11 +519,11 @@ def test_what_a_dead_drone_has_scribbled_over_its_ring_is_nothing(tmp_path):
     from polycephaly.engines.ray import exit_record as diary
 
     record = diary.ExitRecord(str(tmp_path))
-    record.keep(marshal.dumps(("a",), FORMAT))
+    record.keep(next_key() + marshal.dumps(("a",), FORMAT))
     with open(tmp_path / "page", "rb") as file:
         memory = bytearray(file.read())
     memory[PAGE_BYTES + HEADER_BYTES + 3] ^= 1
-    assert diary._unread(memoryview(memory)[PAGE_BYTES:]) == ()
+    assert diary._unread(memoryview(memory)[PAGE_BYTES:]) == {}
 
 
 def print_much(times):

@@ -142,7 +142,7 @@ def error_of(task, error):
 
 def fail(handle, task, error=None):
     entry = error_of(task, OSError("out of order") if error is None else error)
-    handle_records(handle.dispatcher, handle, [entry])
+    handle_records(handle.dispatcher, handle, {0: entry})
     handle.dispatcher.reactor.turn()
 
 
@@ -227,7 +227,7 @@ def test_a_task_that_is_cancelled_before_its_failure_is_known_stays_cancelled(
     reactor, dispatcher, handle
 ):
     task = give(dispatcher, abs, -1, retries=TWICE)
-    handle_records(dispatcher, handle, [error_of(task, OSError())])
+    handle_records(dispatcher, handle, {0: error_of(task, OSError())})
     assert task.promise.cancel()
     reactor.turn()
     assert task.promise.cancelled() and is_idle(dispatcher)
@@ -237,7 +237,7 @@ def test_a_task_that_is_cancelled_before_its_failure_is_known_stays_cancelled(
 def test_a_pool_that_closes_waits_for_the_repetition(reactor, dispatcher, handle):
     task = give(dispatcher, abs, -1, retries=TWICE)
     dispatcher.close()
-    handle_records(dispatcher, handle, [error_of(task, OSError())])
+    handle_records(dispatcher, handle, {0: error_of(task, OSError())})
     reactor.critical_section()  # when the drone is idle, and the error not yet opened
     assert dispatcher.handles == [handle] and handle.state.name == "READY"
     reactor.pass_(1)
@@ -280,7 +280,7 @@ def test_the_answer_to_one_attempt_does_not_settle_the_next(reactor, dispatcher,
     answer = handle.answer(task, "late")
     fail(handle, task)
     reactor.pass_(1)
-    handle_records(dispatcher, handle, [answer])
+    handle_records(dispatcher, handle, answer)
     reactor.turn()
     assert not task.promise.done() and [*handle.in_flight.values()] == [task]
 
@@ -395,7 +395,7 @@ def test_an_answer_that_is_handled_before_the_rejection_is_recorded_as_out_of_ti
         send(frames, tasks)
         if message_type(frames) == CANCEL:
             entry = error_of(task, KeyboardInterrupt())
-            handle_records(dispatcher, handle, [entry])
+            handle_records(dispatcher, handle, {0: entry})
 
     monkeypatch.setattr(handle, "send", stop_at_once)
     reactor.pass_(1)
@@ -448,7 +448,7 @@ def test_a_task_whose_time_is_over_before_it_begins_has_another_try(
     reactor.pass_(1)
     returned = (pack_returned([(task.number, 0)]),)
     withdrawn = (task.number, WITHDRAWN, 0.0, 0.0, b"", b"")
-    handle_records(dispatcher, handle, [returned if how == RETURNED else withdrawn])
+    handle_records(dispatcher, handle, {0: returned if how == RETURNED else withdrawn})
     reactor.pass_(0.9)
     assert not task.promise.done() and not handle.in_flight
     reactor.pass_(0.1)

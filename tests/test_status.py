@@ -37,7 +37,7 @@ def test_an_initializer_that_fails_before_the_pid_is_known_fails_the_tasks_and_n
     drone.says_hello()
     (number,) = drone.in_flight
     failed = (number, ERROR, reactor.now, reactor.now, b"no pickle", b"")
-    handle_records(dispatcher, drone, [failed])
+    handle_records(dispatcher, drone, {0: failed})
     reactor.turn()
     assert drone.pid is None and dispatcher.begun.result(0) is None
 
@@ -86,7 +86,7 @@ def test_errors_time_limits_and_deaths_are_failures_and_cancelled_tasks_are_not(
 
     def fail(number):
         outcome = (number, ERROR, reactor.now, reactor.now, b"no pickle", b"")
-        drone.unread.append(outcome)
+        drone.unread.append({0: outcome})
         drone.receive_all()
         reactor.turn()
 

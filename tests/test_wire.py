@@ -35,17 +35,21 @@ from polycephaly.wire.messages import (
     Malformed,
     TaskBatch,
     check_outcome,
+    form_of,
     message_type,
     pack_frames,
     pack_numbers,
     pack_outcome,
+    pack_value,
     unpack_frames,
     unpack_numbers,
     unpack_records,
+    unpack_value_key,
+    unpack_value_keys,
     unpack_work,
 )  # fmt: skip
 from polycephaly.wire.pickling import capture
-from polycephaly.wire.ring import FORMAT, HEADER_BYTES, RingReader, RingWriter
+from polycephaly.wire.ring import FORMAT, HEADER_BYTES, RingReader, RingWriter, next_key
 
 u64 = st.integers(0, 2**64 - 1)
 u32 = st.integers(0, 2**32 - 1)
@@ -55,6 +59,7 @@ payloads = st.one_of(
 )
 items = st.lists(st.tuples(u64, st.integers(1, 6), u32, payloads), max_size=20)
 times = st.floats(allow_nan=False)
+moments = st.floats(0, 1e9)
 outcomes = st.lists(
     st.tuples(u64, st.integers(1, 3), times, times, payloads, st.text(max_size=50).map(str.encode)),
     max_size=20,
@@ -72,10 +77,22 @@ def test_work_survives_the_way(batch):
 @at_any_pace
 @given(outcomes)
 def test_outcomes_survive_the_way(batch):
-    records = unpack_records([pack_outcome(*each) for each in batch])
+    records = [*unpack_records([pack_outcome(*each) for each in batch]).values()]
     for each in records:
         check_outcome(each)
     assert records == batch
+
+
+@at_any_pace
+@given(st.dictionaries(st.tuples(u64, moments, moments), st.none() | st.text(), min_size=1))
+def test_small_values_survive_the_way(batch):
+    records = unpack_records([pack_value(*key, value) for key, value in batch.items()])
+    assert [*map(unpack_value_key, records)] == [*batch] and [*records.values()] == [
+        *batch.values()
+    ]
+    numbers, started, finished, seconds = unpack_value_keys(records)
+    assert [*zip(numbers, started, finished, strict=True)] == [*batch]
+    assert seconds == sum(finished) - sum(started)
 
 
 @at_any_pace
@@ -244,7 +261,12 @@ def ring():
 
 
 def packed(*record):
-    return marshal.dumps(record, FORMAT)
+    return next_key() + marshal.dumps(record, FORMAT)
+
+
+def read(reader):
+    found = reader.read()
+    return found and [*found.values()]
 
 
 records = st.tuples(st.integers(), st.floats(allow_nan=False), st.binary(max_size=5000), st.text())
@@ -257,11 +279,11 @@ def test_records_survive_the_ring_in_order(batch):
     writer, reader = RingWriter(memory), RingReader(memory)
     found = []
     for record, reads in batch:
-        writer.write_any(packed(*record), lambda waits, found=found: found.extend(reader.read()))
+        writer.write_any(packed(*record), lambda waits, found=found: found.extend([*read(reader)]))
         if reads:
-            found += reader.read()
-    assert found + reader.read() == [record for record, _ in batch]
-    assert reader.read() == []
+            found += [*read(reader)]
+    assert [*found, *read(reader)] == [record for record, _ in batch]
+    assert read(reader) == {}
 
 
 def test_a_drone_waits_for_room_and_is_called_meanwhile(ring):
@@ -274,10 +296,10 @@ def test_a_drone_waits_for_room_and_is_called_meanwhile(ring):
     def wait(number):
         waits.append(number)
         if number == 3:
-            assert reader.read() == [(each,) for each in range(written)]
+            assert read(reader) == [(each,) for each in range(written)]
 
     writer.write_any(packed("last"), wait)
-    assert waits == [0, 1, 2, 3] and reader.read() == [("last",)]
+    assert waits == [0, 1, 2, 3] and read(reader) == [("last",)]
 
 
 def test_what_is_written_before_its_end_is_stored_is_not_seen(ring):
@@ -286,24 +308,24 @@ def test_what_is_written_before_its_end_is_stored_is_not_seen(ring):
     before = writer.end()
     writer.write(packed(2))
     after, writer._cells[0] = writer.end(), before
-    assert reader.read() == [(1,)] and reader.read() == []
+    assert read(reader) == [(1,)] and read(reader) == {}
     writer._cells[0] = after
-    assert reader.read() == [(2,)]
+    assert read(reader) == [(2,)]
 
 
 def test_an_end_that_is_seen_before_the_bytes_is_none_yet(ring):
     writer, reader = ring
     writer.write(packed(1))
     writer._bytes[9] ^= 1
-    assert reader.read() is None and reader.read() is None
+    assert read(reader) is None and read(reader) is None
     writer._bytes[9] ^= 1
-    assert reader.read() == [(1,)]
+    assert read(reader) == [(1,)]
 
 
 def test_an_end_beyond_the_ring_is_none(ring):
     writer, reader = ring
     writer._cells[0] = 5000
-    assert reader.read() is None
+    assert read(reader) is None
 
 
 def test_another_reader_goes_on_where_the_first_has_read_up_to(ring):
@@ -313,7 +335,7 @@ def test_another_reader_goes_on_where_the_first_has_read_up_to(ring):
     writer.forget(writer.end())
     writer.write(packed(2))
     memory = memoryview(writer._cells.obj)
-    assert RingReader(memory).read() == [(2,)]
+    assert read(RingReader(memory)) == [(2,)]
 
 
 @pytest.mark.parametrize(
@@ -323,11 +345,13 @@ def test_another_reader_goes_on_where_the_first_has_read_up_to(ring):
 def test_what_is_no_record_is_an_empty_one_and_the_next_one_is_read(ring, pieces):
     writer, reader = ring
     for each in pieces:
-        writer.write(marshal.dumps(each, FORMAT))
-    found = reader.read()
+        writer.write(next_key() + marshal.dumps(each, FORMAT))
+    found = [*read(reader)]
     writer.write(packed("next"))
-    found += reader.read()
-    assert found[-1] == ("next",) and {*found} <= {(), (1,), ("next",)} and len(found) > 1
+    found += read(reader)
+    assert found[-1] == ("next",) and len(found) > 1
+    for each in found[:-1]:
+        assert each == (1,) or form_of((0, each)) == -1
 
 
 @pytest.mark.parametrize("number", [errno.ENOBUFS, errno.ENOMEM])
@@ -518,7 +542,10 @@ def say_nonsense(by):
                     break
             else:
                 large = bytes(600_000 if by == "large results" else 0)
-                drone._put(marshal.dumps((7, dice.randbytes(dice.randrange(9)), large), FORMAT))
+                drone._put(
+                    next_key()
+                    + marshal.dumps((7, dice.randbytes(dice.randrange(9)), large), FORMAT)
+                )
                 drone._tell()
     return by
 

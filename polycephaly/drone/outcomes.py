@@ -10,7 +10,6 @@ written from time to time (`put_reports`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from marshal import dumps as pack_value
 from pickle import dumps
 from typing import Any, TypeVar
 
@@ -33,9 +32,9 @@ from ..wire.messages import (
     VALUE,
     pack_chunk_values,
     pack_outcome,
+    pack_value,
 )
 from ..wire.pickling import BULKY_TYPES, MIN_LARGE_BUFFER_BYTES, capture, pack
-from ..wire.ring import FORMAT
 from ..wire.shareable import SMALL_TYPES
 from .console import OutputTail
 from .store import DroneStore
@@ -162,7 +161,7 @@ class Outcomes:
         if self._tail.pieces or self._events.events or forked.generation != self._generation:
             self.add(number, VALUE, started, finished, dumps(value, 5))
             return
-        record = pack_value((number, started, finished, value), FORMAT)
+        record = pack_value(number, started, finished, value)
         if len(record) > MAX_VALUE_BYTES:  # an int may have any size
             self.add(number, VALUE, started, finished, self.pack(value))
         else:

@@ -10,10 +10,10 @@ are unpickled in `settle`. Small immutable values, which share a pickle, are unp
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,14 +43,17 @@ from ..wire.messages import (
     WITHDRAWN,
     check_chunk_values,
     check_outcome,
+    form_of,
     message_type,
+    task_number,
     unpack_frames,
     unpack_numbers,
     unpack_returned,
-    value_columns,
+    unpack_value_key,
+    unpack_value_keys,
 )
 from ..wire.placeholders import sent_bytes
-from ..wire.ring import Record
+from ..wire.ring import Record, Records
 from .chunk import Chunk, Part
 from .directory import KeptTask
 from .dispatcher import Dispatcher
@@ -69,45 +72,47 @@ _definition = attrgetter("definition")
 
 
 def handle_records(
-    dispatcher: Dispatcher, handle: DroneHandle, records: Sequence[Record], size: int = 0
+    dispatcher: Dispatcher, handle: DroneHandle, records: Records, size: int = 0
 ) -> None:
     """Handle what a drone has written: records, of `size` bytes in all, if that is known. Raises
     `Malformed` after all others if one is not valid.
     """
     # So that the output of a task is out before its promise settles.
     handle.print_output(may_wait=True)
-    if {4}.issuperset(map(len, records)):  # as most often
+    if {bytes}.issuperset(map(type, records)):  # all are values, as most often
         if len(records) == 1:
-            [(number, started, finished, value)] = records
-            _handle_value(dispatcher, handle, number, started, finished, value, size)
-        else:
-            _handle_values(dispatcher, handle, records, size)
+            [(key, value)] = records.items()
+            _handle_value(dispatcher, handle, *unpack_value_key(key), value, size)
+        elif records:
+            _handle_values(dispatcher, handle, records, records.values(), size)
         return
     malformed: Malformed | None = None
     # In order: a chunk is answered before the rest of its calls is returned, and the processor time
     # of a call comes before its value.
-    for length, group in groupby(records, len):
-        some = [*group]
+    for form, group in groupby(records.items(), form_of):
+        keys, some = zip(*group, strict=True)
         try:
-            if length == 6:
+            if form == 6:
                 _handle_outcomes(dispatcher, handle, some)
-            elif length == 5:
+            elif form == 5:
                 _handle_chunk_values(dispatcher, handle, some)
-            elif length == 4:
-                _handle_values(dispatcher, handle, some, VALUE_BYTES * len(some))
+            elif form == 0:
+                _handle_values(dispatcher, handle, keys, some, VALUE_BYTES * len(some))
             else:
                 for each in some:
-                    handle_message(dispatcher, handle, *_message_of(each))
+                    handle_message(dispatcher, handle, _frames_of(each))
         except Malformed as error:
             malformed = error
     if malformed is not None:
         raise malformed
 
 
-def _message_of(record: Record) -> Record:
-    if len(record) != 1 or type(record[0]) is not list or {bytes} != {*map(type, record[0])}:
-        raise Malformed(f"a record of {len(record)} that is no message")
-    return record
+def _frames_of(record: Any) -> list[bytes]:
+    if type(record) is tuple and len(record) == 1:
+        [frames] = record
+        if type(frames) is list and {bytes} == {*map(type, frames)}:
+            return frames
+    raise Malformed(f"a record that is no message: {type(record).__name__}")
 
 
 def handle_message(dispatcher: Dispatcher, handle: DroneHandle, frames: list[bytes]) -> None:
@@ -127,16 +132,15 @@ def handle_message(dispatcher: Dispatcher, handle: DroneHandle, frames: list[byt
         raise Malformed(f"drone {handle.name} sent a message of unknown type {kind!r}")
 
 
-def handle_unsent_results(
-    dispatcher: Dispatcher, handle: DroneHandle, records: Iterable[Record]
-) -> None:
+def handle_unsent_results(dispatcher: Dispatcher, handle: DroneHandle, records: Records) -> None:
     """Handle the answers that a dead drone had ready and perhaps not sent."""
-    unanswered = [each for each in records if len(each) > 1 and each[0] in handle.in_flight]
-    if unanswered:
-        try:
+    in_flight = handle.in_flight
+    try:
+        unanswered = dict(item for item in records.items() if task_number(item) in in_flight)
+        if unanswered:
             handle_records(dispatcher, handle, unanswered)
-        except Malformed as error:  # the drone may have written anywhere before it died
-            log.warning("unsent results of drone %s were dropped: %s", handle.name, error)
+    except Malformed as error:  # the drone may have written anywhere before it died
+        log.warning("unsent results of drone %s were dropped: %s", handle.name, error)
 
 
 def _handle_outcomes(
@@ -273,8 +277,6 @@ def _handle_value(
     """Do as `_handle_values` does, in fewer steps, for the value of one call: a thread may wait for
     it.
     """
-    if not (type(number) is int and type(started) is float and type(finished) is float):
-        raise Malformed("a value with a number that is not int, or times that are not float")
     task = handle.remove_in_flight(number)
     if task is None:  # given up as lost
         return
@@ -294,10 +296,14 @@ def _handle_value(
 
 
 def _handle_values(
-    dispatcher: Dispatcher, handle: DroneHandle, records: Sequence[Record], size: int
+    dispatcher: Dispatcher,
+    handle: DroneHandle,
+    keys: Collection[bytes],
+    values: Iterable[Any],
+    size: int,
 ) -> None:
     """Handle values that are small and immutable, of `size` bytes in all."""
-    numbers, started, finished, values, seconds = value_columns(records)
+    numbers, started, finished, seconds = unpack_value_keys(keys)
     now = handle.last_contact_at = dispatcher.reactor.timers.now()
     if handle.clock_offset:
         started, finished = (
@@ -322,7 +328,9 @@ def _handle_values(
     if last is not None and last.position > handle.highest_answered:
         handle.highest_answered = last.position
     handle.count_done(len(tasks))
-    outcomes = zip(tasks, values, started, finished, strict=True)
+    tasks.reverse()
+    drained = map(list.pop, repeat(tasks, len(tasks)))
+    outcomes = zip(drained, values, started, finished, strict=True)
     forget = dispatcher.unsettled.pop
     dispatcher.reactor.deliver(partial(_settle_values, outcomes, now, forget))
     dispatcher.after_answer(handle)

@@ -143,6 +143,10 @@ class Task:
         self.number = next(_numbers)
         self.dispatcher = dispatcher
         self.queued = monotonic()
+        # Here, so that CPython has room for them in each task: else it makes a dict for each.
+        self.state = INBOUND
+        self.sending = None
+        self.position = 0
         self.promise = self.promise_type(self)
 
     def set_options(self, task_options: TaskOptions) -> None:

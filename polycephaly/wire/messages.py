@@ -6,10 +6,14 @@ frame        WORK                              others
 2+ LARGE     one payload each, of the items whose entry has the LARGE bit
 
 A drone writes records (ring.py):
-    (number, started, finished, value)                          the value of a call, if it is small
-    (number, first, started, finished, values)                  those of a few calls of a chunk
-    (number, status, started, finished, payload, output)        an outcome
-    (frames,)                                                   a message
+    key                          record
+    number, started, finished    the value of a call, if it is small and immutable
+    any int                      (number, first, started, finished, values): of calls of a chunk
+    any int                      (number, status, started, finished, payload, output): an outcome
+    any int                      (frames,): a message
+
+The first key, of 24 bytes, spares such a value a tuple: to make thousands of them would start the
+garbage collector.
 
 Times are seconds of `time.monotonic`, the same clock in every process. The status of an outcome may
 have the bit SHARED; its payload is empty for None.
@@ -30,7 +34,7 @@ from __future__ import annotations
 
 import json
 import marshal
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from pickle import dumps, loads
 from struct import Struct, error, unpack, unpack_from
@@ -39,7 +43,7 @@ from typing import Any
 
 from ..errors import Malformed
 from ..runtime.signal_handlers import is_of_signal_handler
-from .ring import FORMAT, Record
+from .ring import FORMAT, Record, Records, decode, next_key
 
 # A batch carries one pickle per task, opaque here, so a broken pickle affects only its own task.
 # The shape of frames and records is checked before their content is used; `Malformed` names the
@@ -85,6 +89,10 @@ _WITHOUT_KIND_BITS = ~(SHARED | KEEP)
 _WITHOUT_SHARED = ~SHARED
 
 _ITEM = Struct("<QBQQ")  # number, kind, definition, payload bytes
+_VALUE_KEY = Struct("=Qdd")  # number, times of start and end
+_pack_value_key = Struct("=5sQdd").pack
+_VALUE_KEY_BYTES = _VALUE_KEY.size
+_VALUE_KEY_HEAD = b"s" + struct_pack("<I", _VALUE_KEY_BYTES)  # of bytes, in the format of marshal
 _OUTCOME_TYPES = (int, int, float, float, bytes, bytes)
 _CHUNK_VALUES_TYPES = (int, int, float, float, list)
 
@@ -204,7 +212,35 @@ def unpack_work(frames: Sequence[Any]) -> list[Item]:
 def pack_outcome(
     number: int, status: int, started: float, finished: float, payload: bytes, output: bytes = b""
 ) -> bytes:
-    return marshal.dumps((number, status, started, finished, payload, output), FORMAT)
+    record = number, status, started, finished, payload, output
+    return next_key() + marshal.dumps(record, FORMAT)
+
+
+def pack_value(number: int, started: float, finished: float, value: Any) -> bytes:
+    """Return the record of a value of `BATCHED_TYPES` (shareable.py)."""
+    key = _pack_value_key(_VALUE_KEY_HEAD, number, started, finished)
+    return key + marshal.dumps(value, FORMAT)
+
+
+def unpack_value_key(key: bytes) -> tuple[int, float, float]:
+    """Return number, start and end of the call with that key. Raises `Malformed`."""
+    if len(key) != _VALUE_KEY_BYTES:
+        raise Malformed(f"the key of a value that has {len(key)} bytes")
+    number, started, finished = _VALUE_KEY.unpack(key)
+    return number, started, finished
+
+
+def unpack_value_keys(keys: Collection[bytes]) -> tuple[list[int], list[float], list[float], float]:
+    """Return numbers, start times and end times of the calls with these keys, and the seconds of
+    all. Raises `Malformed`.
+    """
+    if {*map(len, keys)} != {_VALUE_KEY_BYTES}:
+        raise Malformed(f"keys of values that have {max(map(len, keys))} bytes, or fewer")
+    words = memoryview(b"".join(keys))
+    times: Any = words.cast("d")  # typeshed knows integers only
+    started, finished = times[1::3].tolist(), times[2::3].tolist()
+    seconds = sum(finished) - sum(started)
+    return words.cast("Q")[::3].tolist(), started, finished, seconds
 
 
 def pack_chunk_values(
@@ -213,7 +249,7 @@ def pack_chunk_values(
     """Return the record of values of calls of a chunk, from the call `first` on. They are of
     `BATCHED_TYPES` (shareable.py).
     """
-    return marshal.dumps((number, first, started, finished, values), FORMAT)
+    return next_key() + marshal.dumps((number, first, started, finished, values), FORMAT)
 
 
 def check_chunk_values(record: Record) -> None:
@@ -224,15 +260,33 @@ def check_chunk_values(record: Record) -> None:
 
 
 def pack_message(frames: list[bytes]) -> bytes:
-    return marshal.dumps((frames,), FORMAT)
+    return next_key() + marshal.dumps((frames,), FORMAT)
 
 
-def unpack_records(packed: Iterable[bytes]) -> list[Record]:
+def unpack_records(packed: Iterable[bytes]) -> Records:
     """Return records that were packed one by one, in no ring. Raises `Malformed`."""
-    try:
-        return [marshal.loads(each) for each in packed]
-    except (ValueError, EOFError, TypeError, MemoryError) as cause:
-        raise Malformed(f"what is no record: {cause}") from cause
+    return decode(b"".join(packed))
+
+
+def task_number(item: tuple[Any, Any]) -> int:
+    """Return the number of the task that a record answers, given with its key; -1 of a message.
+    Raises `Malformed`.
+    """
+    key, record = item
+    form = form_of(item)
+    if form == 0:
+        return unpack_value_key(key)[0]
+    return record[0] if form > 1 and type(record[0]) is int else -1
+
+
+def form_of(item: tuple[Any, Any]) -> int:
+    """Return how long a record is, given with its key, which tells its form: 0 of a value, -1 of
+    what has none.
+    """
+    key, record = item
+    if type(key) is bytes:
+        return 0
+    return len(record) if type(record) is tuple and record else -1
 
 
 def check_outcome(record: Record) -> None:
@@ -242,22 +296,6 @@ def check_outcome(record: Record) -> None:
         raise Malformed(f"an outcome that consists of ({kinds})")
     if record[1] & _WITHOUT_SHARED not in _STATUSES:
         raise Malformed(f"outcome {record[0]}: unknown status {record[1]}")
-
-
-def value_columns(
-    records: Sequence[Record],
-) -> tuple[Sequence[int], Sequence[float], Sequence[float], Sequence[Any], float]:
-    """Return the numbers, start times, end times and values of such records, and the seconds of all
-    calls. Raises `Malformed`.
-    """
-    numbers, started, finished, values = zip(*records, strict=True)
-    if set(map(type, numbers)) != {int}:
-        raise Malformed("values with numbers that are not int")
-    try:
-        seconds = float(sum(finished) - sum(started))
-    except TypeError:
-        raise Malformed("values with times that are no numbers") from None
-    return numbers, started, finished, values, seconds
 
 
 def unpack_lists(payload: Any) -> tuple[list[Any], ...]:

@@ -2,20 +2,23 @@
 
     cells   END       checksum << 32 | position   stored by the writer, after the bytes
             CONSUMED  the same, of what was read  stored by the reader
-    bytes   ... | number, record | number, record | ...      from CONSUMED to END, in a circle
+    bytes   ... | key, record | key, record | ...      from CONSUMED to END, in a circle
 
-A record is a tuple, in the format of `marshal`. The numbers make the bytes from CONSUMED to END the
-content of a dict of that format, so that one call decodes all records that have come. (They are
-positions: any would do, if they differ.) A position is a count of bytes, and the checksum is that
-of all bytes up to there. So an END that is seen before the bytes, as may happen on processors that
-do not keep stores in order, is one that has not come yet; and so is that of a drone which has
-written over its ring.
+Both are in the format of `marshal`, so the bytes from CONSUMED to END are the content of a dict of
+that format, and one call decodes all records that have come. What keys say is the matter of who
+writes records (messages.py), if no two that are read together are equal; those of `next_key`, which
+are int, say nothing, and have a tuple behind them.
+
+A position is a count of bytes, and the checksum is that of all bytes up to there. So an END that is
+seen before the bytes, as may happen on processors that do not keep stores in order, is one that has
+not come yet; and so is that of a drone which has written over its ring.
 
 What was written before the writer died is read: a record counts from the moment that END is stored,
 which is one store of an aligned word. One thread at a time writes, and one reads.
 
-A record that is longer than a quarter of the ring goes in pieces: its length, then its bytes. They
-follow each other, and a record of which not all pieces have come is none.
+A record that is longer than a quarter of the ring goes in pieces: the length of it and its key, an
+int, then their bytes. They follow each other, and a record of which not all pieces have come is
+none.
 
 See docs/decisions/0002-one-ring-home.md.
 """
@@ -23,6 +26,7 @@ See docs/decisions/0002-one-ring-home.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from marshal import dumps, loads
 from struct import Struct
 from typing import Any
@@ -41,6 +45,17 @@ FORMAT = 2
 behind each other."""
 
 Record = tuple[Any, ...]
+Records = dict[Any, Any]
+"""Records by their keys, in the order in which they were written."""
+
+_LOST: Records = {-1: ()}
+"""In place of records of which not all has come."""
+_keys = count()
+
+
+def next_key() -> bytes:
+    """Return a key that no other has of those that are read together, packed."""
+    return _pack_key(b"i", next(_keys) & _MAX_KEY)
 
 
 class _Ring:
@@ -58,7 +73,7 @@ class RingWriter(_Ring):
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
         self.max_bytes = self._size // 4
-        """How long a record may be that is written at once."""
+        """How long a record with its key may be that is written at once."""
 
     def end(self) -> int:
         """Return what END has: everything up to there was written."""
@@ -66,23 +81,22 @@ class RingWriter(_Ring):
         return end
 
     def write(self, record: bytes) -> bool:
-        """Write a record; return False if it is longer than `max_bytes`, or there is no room for it
-        now.
+        """Write a record behind its key; return False if it is longer than `max_bytes`, or there is
+        no room for it now.
         """
         cells, size = self._cells, self._size
         end = cells[_END]
-        entry = _pack_key(b"i", end & _MAX_KEY) + record
-        length = len(entry)
+        length = len(record)
         if length + ((end - cells[_CONSUMED]) & _POSITION) > size or length > self.max_bytes:
             return False
         at = end % size
         after = at + length
         if after <= size:
-            self._bytes[at:after] = entry
+            self._bytes[at:after] = record
         else:
-            self._bytes[at:] = entry[: size - at]
-            self._bytes[: after - size] = entry[size - at :]
-        cells[_END] = crc32(entry, end >> 32) << 32 | (end + length) & _POSITION
+            self._bytes[at:] = record[: size - at]
+            self._bytes[: after - size] = record[size - at :]
+        cells[_END] = crc32(record, end >> 32) << 32 | (end + length) & _POSITION
         return True
 
     def write_any(self, record: bytes, wait_for_room: Callable[[int], object]) -> None:
@@ -96,10 +110,10 @@ class RingWriter(_Ring):
                 waits += 1
 
     def _pieces(self, record: bytes) -> Iterator[bytes]:
-        yield dumps(len(record), FORMAT)
+        yield next_key() + dumps(len(record), FORMAT)
         step = self.max_bytes // 2
         for at in range(0, len(record), step):
-            yield dumps(record[at : at + step], FORMAT)
+            yield next_key() + dumps(record[at : at + step], FORMAT)
 
     def forget(self, end: int) -> None:
         """Make room: what was written up to `end` will not be read from here."""
@@ -115,13 +129,13 @@ class RingReader(_Ring):
         self.length = 0
         """Bytes that the last `read` has decoded."""
 
-    def read(self) -> list[Record] | None:
+    def read(self) -> Records | None:
         """Return the records that have come since the last call. None if the bytes are not there
         yet; if that does not change, they never will be. Raises `Malformed`.
         """
         end, read = self._cells[_END], self._read
         if end == read:
-            return []
+            return {}
         size, at = self._size, read % self._size
         self.length = length = (end - read) & _POSITION
         after = at + length
@@ -134,39 +148,40 @@ class RingReader(_Ring):
         if crc32(entries, read >> 32) != end >> 32:
             return None
         self._read = self._cells[_CONSUMED] = end
-        records = [*_decode(b"{" + entries + b"0").values()]
-        if self._long is not None or set(map(type, records)) != {tuple}:
+        records = decode(entries)
+        if self._long is not None or not {bytes}.issuperset(map(type, records)):
             records = self._join(records)
         return records
 
-    def _join(self, items: list[Any]) -> list[Record]:
+    def _join(self, items: Records) -> Records:
         """Put the records together that came in pieces. An empty one stands for what is none."""
-        whole: list[Record] = []
-        for each in items:
-            long, kind = self._long, type(each)
+        whole: Records = {}
+        for key, each in items.items():
+            long, kind = self._long, type(each) if type(key) is int else None
             if kind is bytes and long is not None:
                 long += each
                 if len(long) < self._long_bytes:
                     continue
                 self._long = None
                 try:
-                    record = _decode(bytes(long)) if len(long) == self._long_bytes else None
+                    whole |= decode(bytes(long)) if len(long) == self._long_bytes else _LOST
                 except Malformed:
-                    record = None
-                whole.append(record if type(record) is tuple else ())
+                    whole |= _LOST
                 continue
             if long is not None:  # of which not all pieces have come
                 self._long = None
-                whole.append(())
+                whole |= _LOST
             if kind is int:
                 self._long, self._long_bytes = bytearray(), each
             else:
-                whole.append(each if kind is tuple else ())
+                whole[key] = each
         return whole
 
 
-def _decode(packed: bytes) -> Any:
+def decode(packed: bytes) -> Records:
+    """Return records that were packed behind each other, with their keys. Raises `Malformed`."""
     try:
-        return loads(packed)
+        records: Records = loads(b"{" + packed + b"0")
     except (ValueError, EOFError, TypeError) as error:
-        raise Malformed(f"{len(packed)} bytes of a ring that are no records: {error}") from error
+        raise Malformed(f"{len(packed)} bytes that are no records: {error}") from error
+    return records

@@ -26,7 +26,6 @@ import signal
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from io import FileIO
 from typing import NamedTuple
@@ -36,7 +35,7 @@ from ...errors import Malformed
 from ...memory.arena import free_pages
 from ...runtime.parent_death import wait_for_end
 from ...runtime.procfs import start_time_of
-from ...wire.ring import HEADER_BYTES, Record, RingReader, RingWriter
+from ...wire.ring import HEADER_BYTES, Records, RingReader, RingWriter
 from ...wire.status_page import PAGE_BYTES, map_memory
 
 _MEMORY_BYTES = PAGE_BYTES + HEADER_BYTES + 16 * 1024
@@ -50,7 +49,7 @@ KEPT_OUTPUT_BYTES = 4 << 20  # of each output stream that are kept after reading
 
 class FinalState(NamedTuple):
     started: int = 0
-    unread: Sequence[Record] = ()
+    unread: Records = {}  # noqa: RUF012 - not changed
     """What the drone had written, and the driver had not acknowledged."""
     out: bytes = b""
     err: bytes = b""
@@ -194,11 +193,11 @@ def read_exit_record(folder: str, out_from: int, err_from: int) -> FinalState | 
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _unread(ring: memoryview) -> Sequence[Record]:
+def _unread(ring: memoryview) -> Records:
     try:
-        return RingReader(ring).read() or ()
+        return RingReader(ring).read() or {}
     except Malformed:  # the drone may have written anywhere before it died
-        return ()
+        return {}
 
 
 def _read_final_output(folder: str, name: str, start: int) -> bytes:
