@@ -163,8 +163,9 @@ class RingReader(_Ring):
                 if len(long) < self._long_bytes:
                     continue
                 self._long = None
+                is_whole = len(long) == self._long_bytes
                 try:
-                    whole |= decode(bytes(long)) if len(long) == self._long_bytes else _LOST
+                    whole |= (is_whole and decode(bytes(long))) or _LOST
                 except Malformed:
                     whole |= _LOST
                 continue
