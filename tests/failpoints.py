@@ -105,11 +105,7 @@ POINTS = {
         ("drone", "rings", "engines.local.drone:LocalDrone._tell"),
         ("drone", "sends", "drone.executor:DroneExecutor._send"),
         ("drone", "beats", "drone.executor:DroneExecutor.beat"),
-        (
-            "drone",
-            "looks with its control thread",
-            "engines.local.drone:LocalDrone.receive_if_free",
-        ),
+        ("drone", "obeys", "engines.local.drone:LocalDrone.obey"),
         ("drone", "keeps a value", "drone.store:DroneStore.keep"),
         ("drone", "gives a kept value", "drone.store:DroneStore.value"),
         ("drone", "packs what is wanted", "drone.executor:DroneExecutor.send_requested_values"),

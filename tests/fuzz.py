@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import fcntl
 import gc
 import json
 import logging
@@ -39,6 +40,7 @@ import socket
 import struct
 import sys
 import tempfile
+import termios
 import threading
 import time
 import traceback
@@ -92,10 +94,12 @@ from polycephaly.wire.messages import (
     DEFINE_OVERLAPPING,
     ERROR,
     EVENT_LOG,
+    FETCH,
     FORGET,
     FRAMES,
     HELLO,
     MIN_LARGE_BYTES,
+    POSITION,
     PROCESSOR_TIME,
     PROFILE,
     PROTOCOL,
@@ -105,6 +109,7 @@ from polycephaly.wire.messages import (
     RETURNED,
     SHARED,
     STOP,
+    TELL,
     VALUE,
     WITHDRAWN,
     Malformed,
@@ -225,6 +230,8 @@ def order_messages(first: int = UNLIKELY) -> list[Frames]:
         pack_numbers(CANCEL, (first, first + 1)),
         pack_numbers(CANCEL, (0,)),
         pack_numbers(RECALL),
+        pack_numbers(FETCH, (first,)),
+        pack_numbers(TELL),
         pack_numbers(FRAMES, (first,)),
         pack_numbers(PROFILE, (first, 100)),
         pack_numbers(PROFILE, (first, 0)),
@@ -827,7 +834,7 @@ class ToDrones:
 
     def say(self, by: str, said: Sequence[Any], *, busy: bool) -> bool:
         """Messages, or packets, to one drone: whether it lives and
-        has heard all of it. The control thread of a busy one hears them."""
+        has heard all of it. The control thread of a busy one hears packets."""
         handle = self.ready_drone()
         self._marks += 1
         mark = f"mark {self._marks}"
@@ -840,7 +847,9 @@ class ToDrones:
         if held is not None:
             wait_for(lambda: os.path.exists(go + " started") or not handle.alive, SOON)
         try:
-            self._send(handle, by, [*said, self._marking(by, mark)])
+            self._send(handle, by, said, busy)
+            self._have_obeyed(handle)
+            self._send(handle, by, [self._marking(by, mark)], False)
         except (OSError, AttributeError) as error:  # its socket is closed, by it or by the reactor
             if isinstance(error, TimeoutError) or not _comes_true(lambda: not handle.alive):
                 lines = "\n".join(self._heard.lines)
@@ -852,13 +861,23 @@ class ToDrones:
             _settled(held, self._heard, self._marks)
         return mark in self._heard.marks
 
-    def _send(self, handle: DroneHandle, by: str, said: Sequence[Any]) -> None:
+    def _send(self, handle: DroneHandle, by: str, said: Sequence[Any], busy: bool) -> None:
         reactor = self._pool._dispatcher.reactor
         for each in said:
             if by == "packets":
-                send_all(handle.socket._socket, each)
+                send_all((handle.control if busy else handle.work).socket._socket, each)
             else:
                 reactor.post(partial(handle.send, list(each)))
+
+    def _have_obeyed(self, handle: DroneHandle) -> None:
+        """Wait until the control thread has done what it was told: a RECALL would give back what
+        comes next."""
+        sent = threading.Event()
+        self._pool._dispatcher.reactor.post(sent.set)
+        sent.wait(SOON)
+        end = handle.control.socket._socket
+        send_all(end, well_formed([*pack_numbers(TELL), POSITION.pack(0)]))
+        wait_for(lambda: not handle.alive or not unread_bytes(end))
 
     def _marking(self, by: str, mark: str) -> Any:
         """Work that tells, when it is run, that what came before it was heard."""
@@ -868,6 +887,13 @@ class ToDrones:
         batch.add(number, CALL, number, b"")
         batch.add(number, FORGET, 0, b"")
         return well_formed(batch.frames()) if by == "packets" else batch.frames()
+
+
+def unread_bytes(end: socket.socket) -> int:
+    """Of what was sent through a socket pair."""
+    if end.fileno() < 0:
+        return 0
+    return struct.unpack("i", fcntl.ioctl(end, termios.TIOCOUTQ, bytes(4)))[0]
 
 
 def _comes_true(condition: Callable[[], object]) -> bool:
@@ -898,15 +924,18 @@ def fuzz_drones(
         for start in range(first, last, batch):
             progress(start)
             by = "messages" if start // batch % 3 == 2 else "packets"
+            busy = start // batch % 2 == 1
             said: list[Any] = []
             for number in range(start, min(start + batch, last)):
                 frames = message(seed, number, originals)
                 if by == "messages":
                     said.append(frames if frames[0][:1] != STOP else [b"?"])
                 else:
-                    sent = packet(frames, random.Random(~(seed << 32 | number)))
+                    dice = random.Random(~(seed << 32 | number))
+                    if busy and dice.random() < 0.9:
+                        frames = [frames[0], POSITION.pack(0 if number % 400 else UNLIKELY)]
+                    sent = packet(frames, dice)
                     said.append(sent if sent[5:6] != STOP else b"?")
-            busy = start // batch % 2 == 1
             if not to_drones.say(by, said, busy=busy):
                 died = "\n".join(heard.lines)
                 guilty = [each for each in said if not to_drones.say(by, [each], busy=busy)]

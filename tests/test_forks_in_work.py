@@ -209,7 +209,7 @@ def lanes_of_child():
 @pytest.mark.guarantee("work-5")
 def test_a_child_has_no_connection_of_its_drones():
     with poly.Pool(1) as pool:
-        assert pool.doit(lanes_of_child) == (1, 0)
+        assert pool.doit(lanes_of_child) == (2, 0)
 
 
 def writes(path, text):

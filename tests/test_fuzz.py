@@ -28,6 +28,7 @@ from polycephaly.wire.messages import (
     CALL,
     CALLS,
     DEFINE_CALLABLE,
+    POSITION,
     RETURNED,
     STOP,
     VALUE,
@@ -76,7 +77,7 @@ def test_originals_are_well_formed(decoders):
     for each in decoders.originals:
         decoders.decode(each, dice)
     heads = {each[0][:1] for each in decoders.originals}
-    assert heads == {bytes([each]) for each in b"HWRVCBYSFP"}
+    assert heads == {bytes([each]) for each in b"HWRVCBYSFPGT"}
 
 
 # -- decoders
@@ -282,12 +283,22 @@ def calls(payload):
     return batch.frames()
 
 
-FOR_DRONES = {
-    **{what: fuzz.well_formed(frames) for what, frames in NOT_FOR_DRONES.items()},
-    **{f"calls: {what}": fuzz.well_formed(calls(payload)) for what, payload in CALLS_WRONG.items()},
+MESSAGES = {
+    **NOT_FOR_DRONES,
+    **{f"calls: {what}": calls(payload) for what, payload in CALLS_WRONG.items()},
+}
+PACKETS = {
     "an empty packet": b"",
     "a packet too short": b"xx",
     "a packet that says more than it has": b"\xff\xff\x00\x00\x01abc",
+    "a message without its position": fuzz.well_formed([b"C", b"1234567"]),
+}
+FOR_DRONES = {  # through the work socket, and through the control socket
+    **{
+        what: (fuzz.well_formed(frames), fuzz.well_formed([frames[0], POSITION.pack(0)]))
+        for what, frames in MESSAGES.items()
+    },
+    **{what: (packet, packet) for what, packet in PACKETS.items()},
 }
 
 
@@ -299,22 +310,20 @@ def control_thread_of_this_drone():
     ]
 
 
-@pytest.mark.parametrize("packet", FOR_DRONES.values(), ids=FOR_DRONES)
+@pytest.mark.parametrize(("packet", "urgent"), FOR_DRONES.values(), ids=FOR_DRONES)
 def test_a_drone_drops_what_is_malformed_and_logs_that_and_so_does_its_control_thread(
-    packet, tmp_path
+    packet, urgent, tmp_path
 ):
     go = tmp_path / "go"
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
         (handle,) = pool._dispatcher.handles
-        fuzz.send_all(handle.socket._socket, packet)
+        fuzz.send_all(handle.work.socket._socket, packet)
         assert heard.wait_for(lambda: heard.refused == 1)
         held = pool.promise(hold_until, str(go), str(tmp_path / "started"))
         wait_for(lambda: lines(tmp_path / "started"))
-        fuzz.send_all(handle.socket._socket, packet)
-        assert heard.wait_for(lambda: heard.refused == 2), (
-            heard.lines
-        )  # it is still busy: this was its control thread
+        fuzz.send_all(handle.control.socket._socket, urgent)
+        assert heard.wait_for(lambda: heard.refused == 2), heard.lines
         go.touch()
         assert held.result(SOON) == "held"
         assert pool.promise(control_thread_of_this_drone).result(SOON) == [True]
@@ -345,7 +354,7 @@ def test_a_call_of_what_a_drone_does_not_know_is_answered_to_nobodys_harm():
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
         (handle,) = pool._dispatcher.handles
-        fuzz.send_all(handle.socket._socket, fuzz.well_formed(batch.frames()))
+        fuzz.send_all(handle.work.socket._socket, fuzz.well_formed(batch.frames()))
         fuzz.answers(pool, heard)
         assert pool.promise(os.getpid).result(SOON) == pid and heard.dropped == 0
 
@@ -354,7 +363,7 @@ def test_a_drone_that_stops_though_nobody_asked_is_replaced():
     with fuzz.Heard() as heard, poly.Pool(1, output=heard.line) as pool:
         pid = pool.promise(os.getpid).result(SOON)
         (handle,) = pool._dispatcher.handles
-        fuzz.send_all(handle.socket._socket, fuzz.well_formed(pack_numbers(STOP)))
+        fuzz.send_all(handle.work.socket._socket, fuzz.well_formed(pack_numbers(STOP)))
         wait_for(lambda: handle.state is State.DEAD)
         fuzz.answers(pool, heard)
         assert pool.promise(os.getpid).result(SOON) != pid
@@ -392,7 +401,7 @@ def bad_line(pool_size, kind, side):
                     each.result(SOON)
             else:
                 for handle in pool._dispatcher.handles:
-                    handle.socket.send = fuzz.Noise(kind, handle.socket.send, _count)
+                    handle.work.socket.send = fuzz.Noise(kind, handle.work.socket.send, _count)
             yield pool, heard, _count
         _count = memoryview(b"")
 

@@ -21,10 +21,8 @@ from polycephaly.drone.outcomes import Outcomes
 from polycephaly.drone.overlap import Overlap
 from polycephaly.drone.sigterm import Sigterm
 from polycephaly.drone.store import DroneStore
-from polycephaly.engines.local.drone import ControlThread
 from polycephaly.pool.chunk import Chunk
 from polycephaly.pool.handlers import handle_records
-from polycephaly.runtime import fork_guard
 from polycephaly.runtime.tuning import tuning
 from polycephaly.wire.map_chunks import (
     ITEMS,
@@ -174,57 +172,6 @@ def test_work_that_waits_for_promises_and_then_for_what_it_takes_is_called_off_w
             wait_for(work.cancelled)
         finally:
             append(gate, "open")
-
-
-class _BeginsAsTheControlThreadParks:
-    """A drone of which the main thread takes up a task just after its control thread has looked,
-    and found none."""
-
-    def __init__(self):
-        self.busy, self.looks = False, 0
-        self.socket_lock = threading.Lock()
-        self.epoll = os.eventfd(0)
-        self.there, self.heard = threading.Event(), threading.Event()
-        self.control_thread = ControlThread(self)
-        self.there.set()
-
-    @property
-    def current(self):
-        self.there.wait(30)
-        if self.heard.is_set():
-            raise SystemExit  # of the control thread
-        self.looks += 1
-        if self.looks == 1:
-            self.busy = True
-            self.control_thread.wake()
-        return 7 if self.looks > 2 else 0  # it is set a little later
-
-    def beat(self):
-        pass
-
-    def receive_if_free(self):
-        self.heard.set()
-        os.eventfd_write(self.epoll, 1)
-
-    def send_requested_values(self):
-        pass
-
-
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-)  # by which its thread ends
-def test_a_task_that_begins_as_the_control_thread_parks_is_listened_for():
-    drone = _BeginsAsTheControlThreadParks()
-    control_thread = next(
-        each for each in fork_guard._thread_locks if each.name == "polycephaly-control"
-    )
-    try:
-        assert drone.heard.wait(30)
-        control_thread.join(30)
-        assert not control_thread.is_alive()
-    finally:
-        fork_guard.remove_thread_lock(control_thread)
-        os.close(drone.epoll)
 
 
 def told_to_cancel(number, begin):

@@ -113,6 +113,7 @@ def pulses_of(drone, times):
     felt = 0
     for look in range(times):
         time.sleep(0.2 if look else 0.0)
+        drone._handle.ask_for_beat()
         felt += patient.inactive_seconds(time.monotonic(), *drone._handle.heartbeat()) == 0
     return felt
 

@@ -32,6 +32,8 @@ from polycephaly.wire.message_socket import MessageSocket
 from polycephaly.wire.messages import (
     HELLO,
     MIN_LARGE_BYTES,
+    POSITION,
+    TELL,
     Malformed,
     TaskBatch,
     check_outcome,
@@ -467,11 +469,11 @@ def test_reports_are_received_from_a_zygote_that_ended_with_orders_unread():
 
 def test_a_control_thread_that_fails_lets_no_other_thread_tell_what_was_sent():
     drone = LocalDrone.__new__(LocalDrone)
-    drone.socket_lock, drone._waiting = threading.Lock(), False
-    drone._woken = False
+    drone.socket_lock, drone._received = threading.Lock(), 0
+    drone.receive_all = lambda: None
     drone._tell_of_done = mock.Mock(side_effect=OSError("no descriptor is left"))
     with pytest.raises(OSError, match="no descriptor"):
-        drone.receive_if_free()
+        drone.obey([*pack_numbers(TELL), POSITION.pack(0)])
     assert drone.socket_lock.locked()  # until the process has ended, which is next
 
 

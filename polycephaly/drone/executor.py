@@ -540,8 +540,6 @@ class DroneExecutor:
                 self._ref_table.release(number)
             elif kind == STORE:
                 self._drone_store.add_packed(number, payload)
-            elif kind == FETCH:
-                self._drone_store.requested.append(number)
             elif kind == DROP:
                 self._drone_store.drop(number, definition)
             else:
@@ -620,6 +618,9 @@ class DroneExecutor:
             return False
         return True
 
+    def _on_fetch(self, frames: list[bytes]) -> None:
+        self._drone_store.requested += unpack_numbers(frames)
+
     def _on_frames(self, frames: list[bytes]) -> None:
         requests = unpack_numbers(frames)
         if len(requests) != 1:
@@ -655,6 +656,7 @@ class DroneExecutor:
         WORK: _on_work,
         RECALL: _on_recall,
         CANCEL: _on_cancel,
+        FETCH: _on_fetch,
         FRAMES: _on_frames,
         PROFILE: _on_profile,
         STOP: _on_stop,

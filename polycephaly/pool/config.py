@@ -87,7 +87,7 @@ def check_hang_timeout(timeout: float | None) -> float | None:
     if seconds < MIN_HANG_TIMEOUT_SECONDS:
         raise ValueError(
             f"hang_timeout must be at least {MIN_HANG_TIMEOUT_SECONDS} seconds, not {timeout!r}, "
-            "because the heartbeats of a drone are a tenth of a second apart"
+            "because a drone, which is asked for a sign of life four times in it, may be slow"
         )
     return seconds
 

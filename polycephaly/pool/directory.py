@@ -38,7 +38,7 @@ from ..promises.promise import (
 from ..store.kept import Kept
 from ..wire.exceptions import unpack_exception
 from ..wire.kept_values import unpack_answer, unpack_kept_values
-from ..wire.messages import FETCH, TaskBatch
+from ..wire.messages import FETCH, pack_numbers
 from ..wire.placeholders import known_owners, resolve
 from .dispatcher_base import DispatcherBase
 from .drone_handle import DroneHandle
@@ -376,9 +376,7 @@ class ObjectDirectory:
             return False
         remote_object.packing_drone = handle
         handle.packing.add(remote_object.number)
-        message = TaskBatch()
-        message.add(remote_object.number, FETCH, 0, b"")
-        handle.send(message.frames())
+        handle.send(pack_numbers(FETCH, (remote_object.number,)))
         return True
 
     def _recompute(self, remote_object: RemoteObject) -> bool:

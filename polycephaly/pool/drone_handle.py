@@ -112,6 +112,12 @@ class DroneHandle(DroneRecord):
         """Send a message (wire/messages.py), which carries `tasks`. Never blocks."""
         raise NotImplementedError
 
+    def ask_for_beat(self) -> bool:
+        """Ask the drone for a heartbeat. Return False if it beats without that, or has not answered
+        the last time.
+        """
+        return False
+
     def is_up(self) -> bool:
         """Return whether the drone can receive messages."""
         return self.alive

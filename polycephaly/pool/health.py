@@ -215,11 +215,12 @@ class HealthMonitor:
         if looks_for_wait and wait is not None and wait.is_computing(now, handle.main_seconds()):
             wait.next_look = now + (report_waiting or 0.0) / LOOKS_PER_WAIT
             looks_for_wait = False
-        if looks_for_wait or not tracker.has_beaten(now, handle.beat()):
+        if looks_for_wait or not (tracker.has_beaten(now, handle.beat()) or handle.ask_for_beat()):
             heartbeat, threads = handle.heartbeat()
             if looks_for_wait and report_waiting is not None:
                 self._check_wait(handle, now, handle.activity(threads), report_waiting)
             inactive = tracker.inactive_seconds(now, heartbeat, threads)
+            handle.ask_for_beat()  # last, so that no thread runs for that while they are looked at
         if inactive < self._stall_seconds:
             if handle.unresponsive is not None:
                 self._mark_responsive(handle)

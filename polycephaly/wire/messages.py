@@ -23,6 +23,8 @@ HELLO     drone ->   the drone is up; numbers: (PROTOCOL, pid)
 WORK      -> drone   a batch: definitions to keep or forget, and calls of them, in order
 CANCEL    -> drone   numbers: withdraw these, or interrupt the running one (0: any that runs)
 RECALL    -> drone   give back the tasks that have not started
+FETCH     -> drone   numbers: pack these kept values, and send them (PACKED, or NOT_PACKED)
+TELL      -> drone   write what is done of the running chunk, ring the bell, and beat
 RETURNED  drone ->   two numbers for each task that will not start here: its own, and how many calls
                      of a chunk, from its end, will not (0: nothing of the task was started)
 FRAMES    both ways  numbers (request,); reply: the request, JSON: where threads and tasks are
@@ -48,28 +50,30 @@ from .ring import FORMAT, Record, Records, decode, next_key
 # A batch carries one pickle per task, opaque here, so a broken pickle affects only its own task.
 # The shape of frames and records is checked before their content is used; `Malformed` names the
 # error.
-PROTOCOL = 3
+PROTOCOL = 4
 
 HELLO, WORK, CANCEL, RECALL = b"H", b"W", b"C", b"B"
 RETURNED, FRAMES, PROFILE, STOP = b"Y", b"F", b"P", b"S"
+FETCH, TELL = b"G", b"T"
+URGENT = frozenset((CANCEL, RECALL, FRAMES, PROFILE, FETCH, TELL))
+"""Those that do not wait until the task that runs is done."""
 
 # Kinds of WORK items.
 DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING, FORGET = range(1, 5)
 DEFINES = (DEFINE_CALLABLE, DEFINE_CODE, DEFINE_OVERLAPPING)
 CALL, CALL_KEYWORDS, CALL_FILLED, CALL_CHUNK, CALLS = range(5, 10)
-RELEASE_RANGE, STORE, FETCH, DROP = range(10, 14)
+RELEASE_RANGE, STORE, DROP = range(10, 13)
 # Statuses of outcomes.
 VALUE, ERROR, WITHDRAWN, ANSWERS = range(1, 5)
 RANGE_RELEASED, EVENT_LOG, PACKED, NOT_PACKED, KEPT_VALUES, PROCESSOR_TIME = range(5, 11)
 # CALLS stands for many tasks at once, whose arguments are small and immutable: a pickle of
 # (numbers, arguments). EVENT_LOG belongs to no task: it is the event log of green threads, as JSON
-# (timeline/event_log.py). STORE,
-# FETCH and DROP concern a kept value (drone/store.py), and PACKED and NOT_PACKED answer FETCH:
-# their number is that of the task whose value is kept, or the number that the drone gave to the
-# value. KEPT_VALUES comes before the result of a task in which are handles of values made by the
-# drone, which it lists, or ends of channels: such a result must be unpickled on arrival.
-# PROCESSOR_TIME comes before the result of a task, too: its end time is the seconds of processor
-# time that the task took.
+# (timeline/event_log.py). STORE and DROP concern a kept value (drone/store.py), as does the message
+# FETCH, which PACKED and NOT_PACKED answer: their number is that of the task whose value is kept,
+# or the number that the drone gave to the value. KEPT_VALUES comes before the result of a task in
+# which are handles of values made by the drone, which it lists, or ends of channels: such a result
+# must be unpickled on arrival. PROCESSOR_TIME comes before the result of a task, too: its end time
+# is the seconds of processor time that the task took.
 # RELEASE_RANGE and RANGE_RELEASED belong to no task: their number is that of an object reference
 # (memory/references.py) that its receiver no longer needs.
 
@@ -88,6 +92,8 @@ _STATUSES = frozenset(range(VALUE, PROCESSOR_TIME + 1))
 _WITHOUT_KIND_BITS = ~(SHARED | KEEP)
 _WITHOUT_SHARED = ~SHARED
 
+POSITION = Struct("<Q")
+"""Behind an urgent message to a local drone: how many others were sent before it."""
 _ITEM = Struct("<QBQQ")  # number, kind, definition, payload bytes
 _VALUE_KEY = Struct("=Qdd")  # number, times of start and end
 _pack_value_key = Struct("=5sQdd").pack

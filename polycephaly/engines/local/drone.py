@@ -1,11 +1,13 @@
 """The main function of a local drone, and its connection to the controller.
 
-    reactor ──WORK──> socket ──> _todo ──main thread: _run_next──> _outcomes ──> ring ──> reactor
-                         └──> control thread: receives while the main thread is busy
+    reactor ──WORK──> work socket ──> _todo ──main thread: _run_next──> _outcomes ──> ring
+            ──CANCEL, RECALL, ...──> control socket ──> control thread
 
-The main thread reads the socket itself while it is idle or between tasks, so a short task crosses
-no thread. Only if one task has run for `TAKEOVER_SECONDS` does the control thread begin to receive.
-A thread that reads the socket holds `socket_lock`; one that writes into the ring, `_ring_lock`.
+The main thread reads the work socket itself, between two tasks, so a task crosses no thread. The
+control thread sleeps until there is a message for it. Each of those tells how many messages the
+controller has sent through the work socket before, and the control thread first reads the rest of
+them: so it knows each task that it is asked about. A thread that reads the work socket holds
+`socket_lock`; one that writes into the ring, `_ring_lock`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from queue import SimpleQueue
 from threading import get_ident
 from time import sleep
 from typing import TYPE_CHECKING, Any
@@ -40,19 +41,16 @@ from ...wire import addresses, placeholders
 from ...wire.debugging import MAX_KEPT_FRAMES, frames_address
 from ...wire.main_names import MainSnapshot, shared_snapshots
 from ...wire.message_socket import MessageSocket
-from ...wire.messages import HELLO, PROTOCOL, pack_numbers
+from ...wire.messages import HELLO, POSITION, PROTOCOL, TELL, pack_numbers
 from ...wire.ring import RingWriter
 from .zygote import Order, Ways, Zygote
 
 if TYPE_CHECKING:
     from ...drone.debugger import Debugger
 
-TAKEOVER_SECONDS = 0.005
-"""Time that a task runs before the control thread begins to receive."""
-HEARTBEAT_SECONDS = 0.1
-"""Time between checks if the same task still runs and no message arrives."""
-
-
+CATCH_UP_TRIES, CATCH_UP_SECONDS = 20, 0.05
+"""How often, and for how long each time, the control thread waits for a message that was sent
+through the work socket before the one that it handles: the controller may be slow."""
 MIN_ROOM_WAIT_SECONDS, ROOM_WAIT_DOUBLINGS = 0.0002, 7
 """Time between looks for room in the ring, while the controller is slower than this drone: at
 first, and how often it is doubled."""
@@ -111,14 +109,13 @@ class LocalDrone(DroneExecutor):
         self._debugger_lock = threading.Lock()  # one thread at a time waits for a terminal
         self._kept_frames: dict[int, str] = {}  # addresses, by the process that keeps the frames
         self._directory = spec.directory
-        self._socket = parent_death.close_in_child(MessageSocket(ways.socket))
-        self._waiting = self._woken = False
+        self._socket = parent_death.close_in_child(MessageSocket(ways.work))
+        self._received = 0  # messages of that socket
+        self._waiting = False
         self._memory_checked_at = monotonic()
         self._last_freed_end = placeholders.last_arrived_end
         # The overlapped calls that were running when ends of channels arrived.
         self._may_have_ends: set[int] = set()
-        self.busy = False
-        """True if the main thread has a task to run, or is about to look for one."""
         self.epoll = parent_death.close_in_child(select.epoll())
         watch(self.epoll, self._socket.fileno(), select.EPOLLIN)
         self._wakeup = parent_death.close_in_child(
@@ -127,7 +124,8 @@ class LocalDrone(DroneExecutor):
         watch(self.epoll, self._wakeup.fd, select.EPOLLIN)
         sigterm.wake = self._wake_in_any_case
         # Before the HELLO: a drone that cannot start a thread never reports that it is up.
-        self._control_thread = ControlThread(self)
+        control = parent_death.close_in_child(MessageSocket(ways.control))
+        self._control_thread = ControlThread(self, control)
         status_page.control = self._control_thread.thread.native_id or 0
         self._send(pack_numbers(HELLO, (PROTOCOL, os.getpid())))
 
@@ -141,11 +139,8 @@ class LocalDrone(DroneExecutor):
             if requested:
                 self.send_requested_values()
             if todo and not sigterm.received:
-                self.busy = True  # set before the next line: see `ControlThread`
-                self._control_thread.wake()
                 self._run_next()
                 continue
-            self.busy = False
             self._flush()
             self._free_channel_ends()
             if self._can_end():
@@ -224,15 +219,13 @@ class LocalDrone(DroneExecutor):
 
     def _wake_in_any_case(self) -> None:
         """Wake the main thread even if it is only about to wait: after its last check."""
-        self._woken = True
         os.eventfd_write(self._wakeup.fd, 1)
 
     def _receive(self, wait: bool) -> None:
         """Handle the messages that have arrived; if `wait`, first wait for one.
 
-        Messages that the control thread handled before `_waiting` was set are seen here, under the
-        same lock. Afterwards the control thread handles none, so `_todo` cannot grow while the main
-        thread waits.
+        What the control thread has received before `_waiting` was set is seen here, under the same
+        lock. Afterwards it wakes this thread.
         """
         is_ready = False
         if wait:
@@ -252,14 +245,11 @@ class LocalDrone(DroneExecutor):
         """Wait for an event, and meanwhile give back memory that was idle for a while. Return
         whether a message has come.
 
-        Overlapped tasks run on meanwhile, and the heartbeat shows that the drone is alive.
+        Overlapped tasks run on meanwhile.
         """
         events: list[tuple[int, int]] = []
-        while not events and (
-            (has_overlapped := bool(self._overlap.running)) or self._store.has_idle_memory()
-        ):
-            events = self.epoll.poll(HEARTBEAT_SECONDS if has_overlapped else tuning.warm_seconds)
-            self.beat()
+        while not events and self._store.has_idle_memory():
+            events = self.epoll.poll(tuning.warm_seconds)
             # Also if there are events, because messages may come more often than that.
             if not events or monotonic() - self._memory_checked_at > tuning.warm_seconds:
                 self._memory_checked_at = monotonic()
@@ -279,8 +269,6 @@ class LocalDrone(DroneExecutor):
             _compat.run_exit_handlers()
         forked.exit_if_forked(generation)
         fork_guard.flush_standard_streams()
-        with self.socket_lock:
-            self._waiting = True  # from now on the control thread leaves the socket alone
 
     # -- either thread -----------------------------------------------------------------------------
 
@@ -319,90 +307,86 @@ class LocalDrone(DroneExecutor):
                 frames = self._socket.receive()
             except Malformed as error:
                 log_malformed(error)
-                continue
-            if frames is None:
-                return
-            if not frames:  # the reactor has closed the connection
-                os._exit(0)
-            self._handle_message(frames)
+                frames = []
+            else:
+                if frames is None:
+                    return
+                if not frames:  # the reactor has closed the connection
+                    os._exit(0)
+            self._received += 1
+            if frames:
+                self._handle_message(frames)
+
+    def _on_tell(self, frames: list[bytes]) -> None:
+        self._tell_of_done()
+
+    HANDLERS = {**DroneExecutor.HANDLERS, TELL: _on_tell}  # noqa: RUF012 - not changed
 
     # -- used by the control thread ----------------------------------------------------------------
 
-    def receive_if_free(self) -> None:
-        if self.socket_lock.acquire(blocking=False):
-            if not self._waiting:
-                if self._woken:
-                    # Perhaps by a wake-up that came too late. It would keep the epoll ready, and
-                    # this thread busy, until the main thread waits again.
-                    self._woken = False
-                    with suppress(BlockingIOError):
-                        os.eventfd_read(self._wakeup.fd)
-                self._tell_of_done()
-                self.receive_all()
-            # Not released after an error, which ends the process: the main thread would go on
-            # without answers that were taken and not written.
-            self.socket_lock.release()
+    def obey(self, frames: list[bytes]) -> None:
+        """Handle a message of the control socket, behind those of the other that were sent before
+        it.
+        """
+        *frames, position = frames
+        if len(position) != POSITION.size:
+            log_malformed(Malformed(f"a position of {len(position)} bytes"))
+            return
+        [sent] = POSITION.unpack(position)
+        lock, tries = self.socket_lock, CATCH_UP_TRIES
+        # Not released after an error, which ends the process: the main thread would go on without
+        # answers that were taken and not written.
+        lock.acquire()
+        self.receive_all()
+        while self._received < sent and tries:
+            lock.release()
+            self._socket.wait_for_input(CATCH_UP_SECONDS)
+            lock.acquire()
+            self.receive_all()
+            tries -= 1
+        self._handle_message(frames)
+        is_waiting = self._waiting
+        lock.release()
+        self.beat()
+        if is_waiting:
+            if self._may_begin() or self._drone_store.requested or self._can_end():
+                self._wake_in_any_case()
+        else:
+            self.send_requested_values()
 
 
 class ControlThread:
-    """The thread that receives messages while the main thread runs a long task.
+    """The thread that reads the control socket, and sleeps otherwise."""
 
-    It begins to receive when one task has run for longer than `TAKEOVER_SECONDS`, and its heartbeat
-    shows that the drone is alive. It ticks while there are tasks and is parked otherwise, so an
-    idle drone has no thread that wakes up.
-
-    No task runs without the control thread. To park, the control thread sets `_parked`, then checks
-    whether the main thread is busy, then waits for a token. Before each task, the main thread sets
-    `busy`, then checks `_parked` and, if that is set, sends a token. So one of the two sees the
-    other, and a token too many costs one tick. (`current` instead of `busy` would not do, because
-    it is set later.)
-    """
-
-    def __init__(self, drone: LocalDrone) -> None:
+    def __init__(self, drone: LocalDrone, socket: MessageSocket) -> None:
         self._drone = drone
-        self._tokens: SimpleQueue[None] = SimpleQueue()
-        self._parked = False
+        self._socket = socket
         self.thread = threading.Thread(target=self._run, name="polycephaly-control", daemon=True)
         # A drone may fork drones of its own.
         fork_guard.add_thread_lock(self.thread, drone.socket_lock)
         self.thread.start()
 
-    def wake(self) -> None:
-        if self._parked:
-            self._parked = False
-            self._tokens.put(None)
-
     def _run(self) -> None:
-        readable = select.poll()
-        readable.register(self._drone.epoll, select.POLLIN)
-        seen = 0
-        while True:
-            current = self._drone.current
-            if current == 0:
-                self._parked = True
-                if not self._drone.busy:
-                    self._tokens.get()
-                    self._parked = False
-                else:
-                    self._parked = False
-                    sleep(TAKEOVER_SECONDS)
-            elif current == seen:
-                # Messages may have come before: those must be looked for.
+        socket = self._socket
+        try:
+            while True:
+                socket.wait_for_input()
                 try:
-                    self._drone.beat()
-                    self._drone.receive_if_free()
-                    self._drone.send_requested_values()
-                except BaseException:
-                    # A message or result that was taken would be lost, and a caller would wait for
-                    # ever. So the drone ends: the status page shows which tasks are done, which
-                    # one was running, and which can run elsewhere.
-                    with suppress(BaseException):
-                        os.write(2, traceback.format_exc().encode())
-                    os._exit(1)
-                readable.poll(HEARTBEAT_SECONDS * 1000)
-                continue
-            seen = current
-            sleep(TAKEOVER_SECONDS)
+                    frames = socket.receive()
+                except Malformed as error:
+                    log_malformed(error)
+                    continue
+                if frames:
+                    self._drone.obey(frames)
+                elif frames is not None:  # the reactor has closed the connection
+                    os._exit(0)
+        except BaseException:
+            # A message or result that was taken would be lost, and a caller would wait for ever. So
+            # the drone ends: the status page shows which tasks are done, which one was running, and
+            # which can run elsewhere.
+            with suppress(BaseException):
+                os.write(2, traceback.format_exc().encode())
+            os._exit(1)
 
 
 def _has_ended(child: int) -> bool:

@@ -211,9 +211,10 @@ class LocalEngine(Engine):
                 reader, writer = os.pipe2(os.O_CLOEXEC)
                 ends.append(writer)
                 handle.add_stream(OutputSource(reader, name, stream))
-            mine, theirs = MessageSocket.pair()
-            ends.append(theirs.detach())
-            handle.socket = parent_death.close_in_child(MessageSocket(mine))
+            for line in (handle.work, handle.control):
+                mine, theirs = MessageSocket.pair()
+                ends.append(theirs.detach())
+                line.socket = parent_death.close_in_child(MessageSocket(mine))
             ends.append(make_memory_of_drone())
             handle.status_page, ring = map_memory(ends[-1])
             handle.ring = RingReader(ring)

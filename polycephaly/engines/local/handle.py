@@ -1,4 +1,9 @@
-"""The controller's handle of a local drone: socket, ring, output and status page."""
+"""The controller's handle of a local drone: sockets, ring, output and status page.
+
+send ── WORK, STOP ──────────────> work ─────> main thread
+     ── CANCEL, RECALL, TELL, ... > control ─> control thread
+_on_bell <── a byte, by the work socket <──── who has written into the ring
+"""
 
 from __future__ import annotations
 
@@ -27,6 +32,7 @@ from ...runtime.procfs import (
 )
 from ...runtime.tuning import tuning
 from ...wire.message_socket import MEMORY_RETRY_SECONDS, MessageSocket
+from ...wire.messages import POSITION, TELL, URGENT, pack_numbers
 from ...wire.output import OutputItems, OutputMerger, OutputSource
 from ...wire.ring import RingReader
 from ...wire.status_page import NO_PAGE
@@ -39,6 +45,9 @@ log = logging.getLogger(__name__)
 
 MAX_PACKETS = 64  # that are sent at one time: other drones wait meanwhile
 LOOK_AGAIN_SECONDS = 0.01
+SILENT_SECONDS = 0.03
+"""After that time, a drone with several calls is asked to tell what is done of them: one may take
+long. More than `FLUSH_SECONDS` (chunk_run.py), after which it tells by itself."""
 KILL_AGAIN_SECONDS = 1.0
 GONE_SECONDS = 1.0  # in which the end of a drone is reported whose socket is closed
 
@@ -51,6 +60,40 @@ _STALL_REASONS = {
 _GIL_REASON = "the process holds its interpreter (the GIL) in C code"
 
 
+class _Line:
+    """A socket towards a drone, with what it has not taken yet."""
+
+    socket: MessageSocket | None = None
+
+    def __init__(self, handle: LocalHandle) -> None:
+        self._handle = handle
+        self._waits_for_room = False
+
+    def send(self, frames: list[bytes] | None = None) -> None:
+        """Send a message, or what is not sent yet. Go on when there is room for what is left."""
+        socket, dispatcher = self.socket, self._handle.dispatcher
+        if socket is None:
+            return
+        try:
+            if frames is None:
+                is_all_sent = socket.send_rest(MAX_PACKETS)
+            else:
+                is_all_sent = socket.send(frames, MAX_PACKETS)
+        except OSError as error:
+            self._handle.end_if_left(f"its socket cannot be written to: {error}")
+            return
+        if not (is_all_sent or self._waits_for_room):
+            self._waits_for_room = True
+            if socket.lacks_memory:  # then the descriptor may tell of room at once, and in vain
+                dispatcher.call_later(MEMORY_RETRY_SECONDS, self._send_rest)
+            else:
+                dispatcher.reactor.wait_for_room(socket.fileno(), self._send_rest)
+
+    def _send_rest(self) -> None:
+        self._waits_for_room = False
+        self.send()
+
+
 class LocalHandle(DroneHandle):
     dispatcher: Dispatcher
 
@@ -60,43 +103,54 @@ class LocalHandle(DroneHandle):
         self.streams: list[OutputSource] = []
         self._output = select.poll()  # of the streams
         self._merge = OutputMerger()
-        self.socket: MessageSocket | None = None
+        self.work, self.control = _Line(self), _Line(self)
+        self._works = 0  # messages sent through the former
         self.ring: RingReader | None = None
         self._looks_again = False
-        self._waits_for_room = False  # for what the socket has not taken
+        self._beats_seen = -1  # when TELL was sent: the drone beats when it gets that
+        self._listens = False  # the timer is set that sends TELL if the drone is silent
         self._is_left = False  # no message comes to it any more, or from it
         self.ref_table = RefTable(launcher.arena, number, self._schedule_release_report)
 
     # -- sending -----------------------------------------------------------------------------------
 
     def send(self, frames: list[bytes], tasks: Sequence[Task] = ()) -> None:
-        self._send(frames)
+        if frames[0][:1] in URGENT:
+            self.control.send([*frames, POSITION.pack(self._works)])
+        else:
+            self._works += 1
+            self.work.send(frames)
+            if not self._listens and self._has_several_calls():
+                self._listen()
 
-    def _send_rest(self) -> None:
-        self._waits_for_room = False
-        self._send()
+    def _has_several_calls(self) -> bool:
+        tasks = self.in_flight
+        return len(tasks) > 1 or any(task.calls_left > 1 for task in tasks.values())
 
-    def _send(self, frames: list[bytes] | None = None) -> None:
-        """Send a message, or what is not sent yet. Go on when there is room for what is left."""
-        socket = self.socket
-        if socket is None:
+    def _listen(self) -> None:
+        self._listens = True
+        self.dispatcher.call_later(SILENT_SECONDS, self._end_silence)
+
+    def _end_silence(self) -> None:
+        """Have the drone tell what is done of its calls, if it was silent for some time."""
+        self._listens = False
+        if not self._has_several_calls():
             return
-        try:
-            if frames is None:
-                is_all_sent = socket.send_rest(MAX_PACKETS)
-            else:
-                is_all_sent = socket.send(frames, MAX_PACKETS)
-        except OSError as error:
-            self._end_if_left(f"its socket cannot be written to: {error}")
-            return
-        if not (is_all_sent or self._waits_for_room):
-            self._waits_for_room = True
-            if socket.lacks_memory:  # then the descriptor may tell of room at once, and in vain
-                self.dispatcher.call_later(MEMORY_RETRY_SECONDS, self._send_rest)
-            else:
-                self.dispatcher.reactor.wait_for_room(socket.fileno(), self._send_rest)
+        silent = self.dispatcher.reactor.timers.now() - self.last_contact_at
+        if silent >= SILENT_SECONDS:
+            self.ask_for_beat()  # when it has told something, `receive` listens again
+        else:
+            self._listen()
 
-    def _end_if_left(self, reason: str) -> None:
+    def ask_for_beat(self) -> bool:
+        beats = self.status_page.beats
+        if beats == self._beats_seen:
+            return False
+        self._beats_seen = beats
+        self.send(pack_numbers(TELL))
+        return True
+
+    def end_if_left(self, reason: str) -> None:
         """Kill the drone, to which no message comes any more, unless its zygote reports its end."""
         # One that is stopping has time for its exit handlers.
         if self.state < State.STOPPING and not self._is_left:
@@ -195,11 +249,18 @@ class LocalHandle(DroneHandle):
 
     def open(self) -> None:
         """Receive from now on."""
-        assert self.socket is not None
-        self.dispatcher.reactor.watch(self.socket.fileno(), self._on_bell)
+        assert self.work.socket is not None and self.control.socket is not None
+        self.dispatcher.reactor.watch(self.work.socket.fileno(), self._on_bell)
+        # Only for room, because the drone writes nothing there.
+        self.dispatcher.reactor.watch(self.control.socket.fileno(), self._on_control)
+
+    def _on_control(self) -> None:
+        """Do as if that end were closed, though code of a task may have written there."""
+        if self.control.socket is not None:
+            self.dispatcher.reactor.unwatch(self.control.socket.fileno())
 
     def _on_bell(self) -> None:
-        socket = self.socket
+        socket = self.work.socket
         if socket is None:
             return
         try:
@@ -210,7 +271,7 @@ class LocalHandle(DroneHandle):
         self.receive()
         if not is_open:
             self.dispatcher.reactor.unwatch(socket.fileno())
-            self._end_if_left("its socket was closed")
+            self.end_if_left("its socket was closed")
 
     def receive(self) -> bool:
         """Handle what the drone has written. Return False if that was nothing."""
@@ -224,6 +285,8 @@ class LocalHandle(DroneHandle):
                     self._look_again()
                 return False
             handle_records(self.dispatcher, self, records, ring.length)
+            if not self._listens and self._has_several_calls():
+                self._listen()
         except Malformed as error:
             log.warning("a malformed message of %s was dropped: %s", self.name, error)
             self.dispatcher.watch_for_lost_answer(self)
@@ -258,13 +321,12 @@ class LocalHandle(DroneHandle):
     def close(self) -> None:
         reactor = self.dispatcher.reactor
         ends: list[OutputSource | MessageSocket] = [*self.streams]
-        if self.socket is not None:
-            ends.append(self.socket)
+        ends += [line.socket for line in (self.work, self.control) if line.socket is not None]
         for end in ends:
             with suppress(ValueError, OSError):
                 reactor.unwatch(end.fileno())
             parent_death.close(end)
         self.streams.clear()
-        self.socket = self.ring = None
+        self.work.socket = self.control.socket = self.ring = None
         self.status_page = NO_PAGE
         self.ref_table.close()

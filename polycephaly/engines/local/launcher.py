@@ -240,7 +240,7 @@ class Launcher:
         return self._control.fileno()
 
     def start(self, order: Order, ends: list[int]) -> None:
-        """Order a drone, with its ends of stdout, stderr and socket pair, and its memory.
+        """Order a drone, with its ends of stdout, stderr and two socket pairs, and its memory.
 
         Raises `OSError` if the zygote is gone, and `ValueError` if the order is too large.
         """

@@ -97,7 +97,8 @@ Variables = Hidden[dict[str, str]]
 class Ways(NamedTuple):
     """The ways between a drone and its controller, and the page that the drone displays."""
 
-    socket: socket.socket  # messages to the drone, and a bell for the controller
+    work: socket.socket  # messages to the main thread, and a bell for the controller
+    control: socket.socket  # messages to the control thread
     status_page: StatusPage
     ring: memoryview
 
@@ -268,7 +269,7 @@ class Zygote:
 
         What an `Order` hides is in no frame of a drone: this one has ended when a drone is forked.
         """
-        message, fds = parent_death.receive_fds(self.control, MAX_ORDER_BYTES, 4)
+        message, fds = parent_death.receive_fds(self.control, MAX_ORDER_BYTES, 5)
         if not message:
             return None, fds
         order = json.loads(message)
@@ -317,7 +318,7 @@ class Zygote:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sigterm.install()
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            stdout, stderr, messages, memory = stream_fds
+            stdout, stderr, work, control, memory = stream_fds
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
             status_page, ring = map_memory(memory)
@@ -336,7 +337,8 @@ class Zygote:
             if self._collector_enabled:
                 gc.enable()
             self.arena.adopt()
-            ways = Ways(socket.socket(fileno=messages), status_page, ring)
+            sockets = socket.socket(fileno=work), socket.socket(fileno=control)
+            ways = Ways(*sockets, status_page, ring)
             self.spec.drone_main(order, self, ways)
             status = 0
         except BaseException:
