@@ -98,6 +98,7 @@ from polycephaly.wire.messages import (
     FORGET,
     FRAMES,
     HELLO,
+    INTERRUPT,
     MIN_LARGE_BYTES,
     POSITION,
     PROCESSOR_TIME,
@@ -228,7 +229,7 @@ def shared_payload(store: Store, ref_table: RefTable) -> bytes:
 def order_messages(first: int = UNLIKELY) -> list[Frames]:
     return [
         pack_numbers(CANCEL, (first, first + 1)),
-        pack_numbers(CANCEL, (0,)),
+        pack_numbers(INTERRUPT, (first, first + 1)),
         pack_numbers(RECALL),
         pack_numbers(FETCH, (first,)),
         pack_numbers(TELL),

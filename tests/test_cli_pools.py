@@ -382,7 +382,7 @@ def test_a_time_limit_that_is_no_number_of_seconds_is_a_usage_error(
 def test_a_wrong_name_or_limit_is_one_line(shell: Shell) -> None:
     assert "a pool's name is" in shell.complaint("start", "x y")
     assert shell.complaint("start", "lab", "--hang-timeout", "0.1", "-d").endswith(
-        "because the heartbeats of a drone are a tenth of a second apart"
+        "because a drone, which is asked for a sign of life four times in it, may be slow"
     )
 
 

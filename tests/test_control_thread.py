@@ -1,21 +1,34 @@
 """The control socket of a drone: what goes there, and how it comes behind what it is about."""
 
+import os
+import sys
 import threading
 import time
+from collections import deque
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 import polycephaly as poly
-from polycephaly.engines.local import drone as local_drone
 from polycephaly.engines.local import handle as local_handle
-from polycephaly.engines.local.drone import LocalDrone
+from polycephaly.engines.local.drone import ControlThread, LocalDrone
 from polycephaly.engines.local.handle import LocalHandle
+from polycephaly.runtime import fork_guard
 from polycephaly.wire.message_socket import MessageSocket
-from polycephaly.wire.messages import CANCEL, POSITION, STOP, TELL, WORK, message_type, pack_numbers
+from polycephaly.wire.messages import (
+    CANCEL,
+    POSITION,
+    RECALL,
+    STOP,
+    TELL,
+    WORK,
+    message_type,
+    pack_numbers,
+)
 from polycephaly.wire.status_page import PAGE_BYTES, StatusPage
 
-CANCELS = pack_numbers(CANCEL, (1,))
+CANCELS, RECALLS, TELLS = pack_numbers(CANCEL, (1,)), pack_numbers(RECALL), pack_numbers(TELL)
 
 
 def work(text):
@@ -33,7 +46,7 @@ def controllers_end():
 def drone(controllers_end):
     """One without a process, which notes what it has handled."""
     drone = LocalDrone.__new__(LocalDrone)
-    drone._socket, drone._received = controllers_end.its, 0
+    drone._socket, drone._received, drone._put_off = controllers_end.its, 0, deque()
     drone.socket_lock, drone._waiting, drone._stopping = threading.Lock(), False, False
     drone._todo, drone._overlap = [], SimpleNamespace(running={})
     drone._drone_store = SimpleNamespace(requested=[])
@@ -58,17 +71,59 @@ def test_what_was_sent_through_the_work_socket_before_is_handled_first(drone, co
     assert drone.handled == [work(b"1"), work(b"2"), CANCELS, "values"] and drone.beats == 1
 
 
-def test_and_waited_for_if_it_has_not_come(drone, controllers_end):
-    obeys = threading.Thread(target=drone.obey, args=([*CANCELS, POSITION.pack(2)],))
+def test_a_message_is_put_off_until_what_was_sent_before_has_come(drone, controllers_end):
     controllers_end.socket.send(work(b"1"))
-    obeys.start()
-    while not drone.handled:
-        time.sleep(0.001)
-    assert drone.socket_lock.acquire(timeout=30)  # so the main thread may go on
-    drone.socket_lock.release()
+    drone.obey([*CANCELS, POSITION.pack(2)])
+    drone.obey([*RECALLS, POSITION.pack(2)])
+    assert drone.handled == [work(b"1"), "values", "values"]
+    drone.obey([*TELLS, POSITION.pack(0)])  # it is about nothing that was sent
+    assert drone.handled[3:] == [TELLS, "values"]
+    for text in (b"2", b"3"):
+        controllers_end.socket.send(work(text))
+    drone.receive_all()  # as the main thread does, too
+    assert drone.handled[5:] == [work(b"2"), CANCELS, RECALLS, work(b"3")]
+
+
+def test_and_is_not_overtaken_by_another(drone, controllers_end):
+    drone.obey([*CANCELS, POSITION.pack(2)])
+    controllers_end.socket.send(work(b"1"))
+    drone.obey([*RECALLS, POSITION.pack(1)])
     controllers_end.socket.send(work(b"2"))
-    obeys.join()
-    assert drone.handled == [work(b"1"), work(b"2"), CANCELS, "values"]
+    drone.receive_all()
+    handled = [each for each in drone.handled if each != "values"]
+    assert handled == [work(b"1"), work(b"2"), CANCELS, RECALLS]
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # by which its thread ends
+def test_the_control_thread_reads_the_work_socket_for_what_is_put_off(drone, controllers_end):
+    handled = threading.Event()
+    note = drone._handle_message
+
+    def handle(frames):
+        note(frames)
+        if frames == CANCELS:
+            handled.set()
+            raise SystemExit  # of the thread
+
+    drone._handle_message = handle
+    mine, its = MessageSocket.pair()
+    with mine, its, mock.patch.object(os, "_exit", lambda status: sys.exit()):
+        thread = ControlThread(drone, MessageSocket(its)).thread
+        try:
+            urgent = MessageSocket(mine)
+            urgent.send([*CANCELS, POSITION.pack(1)])
+            urgent.send([*TELLS, POSITION.pack(0)])
+            while TELLS not in drone.handled:
+                time.sleep(0.001)
+            assert not handled.is_set()
+            controllers_end.socket.send(work(b"1"))
+            assert handled.wait(30)
+            thread.join(30)
+        finally:
+            fork_guard.remove_thread_lock(thread)
+    assert [each for each in drone.handled if each != "values"] == [TELLS, work(b"1"), CANCELS]
 
 
 def test_what_the_main_thread_has_received_is_not_waited_for(drone, controllers_end):
@@ -76,12 +131,6 @@ def test_what_the_main_thread_has_received_is_not_waited_for(drone, controllers_
     drone.receive_all()
     drone.obey([*CANCELS, POSITION.pack(1)])
     assert drone.handled == [work(b"1"), CANCELS, "values"]
-
-
-def test_what_never_comes_is_given_up(drone, monkeypatch):
-    monkeypatch.setattr(local_drone, "CATCH_UP_SECONDS", 0.0001)
-    drone.obey([*CANCELS, POSITION.pack(2)])
-    assert drone.handled == [CANCELS, "values"]
 
 
 @pytest.mark.parametrize("frames", [[b"1234567"], [*CANCELS, b""], [*CANCELS, bytes(9)]])
@@ -148,6 +197,8 @@ def test_an_urgent_message_tells_how_many_others_were_sent_before(handle):
         handle.send(frames)
     assert handle.work.sent == [work(b"1"), work(b"2"), pack_numbers(STOP)]
     assert handle.control.sent == [[*CANCELS, POSITION.pack(1)], [*CANCELS, POSITION.pack(3)]]
+    handle.send(TELLS)
+    assert handle.control.sent[2:] == [[*TELLS, POSITION.pack(0)]]
 
 
 def test_a_drone_with_several_calls_that_is_silent_is_asked_once(handle):
@@ -190,6 +241,28 @@ def test_no_other_question_is_asked_before_the_last_one_was_heard(handle):
     handle.status_page.beats += 1
     assert handle.ask_for_beat()
     assert len(handle.control.sent) == 2
+
+
+def test_an_interrupt_hits_no_task_that_is_submitted_after_it():
+    with poly.Drone() as drone:
+        for number in range(200):
+            drone.interrupt()
+            assert drone.promise(abs, -number).result() == number
+
+
+def test_what_code_of_a_task_writes_to_the_control_socket_is_dropped(handle):
+    mine, its = MessageSocket.pair()
+    unwatched = []
+    handle.dispatcher.reactor.unwatch = unwatched.append
+    with mine, its:
+        handle.control.socket = MessageSocket(mine)
+        for packet in (b"!", b"anything"):
+            its.send(packet)
+            handle._on_control()
+        assert not unwatched
+        its.close()
+        handle._on_control()
+        assert unwatched == [mine.fileno()]
 
 
 def hold(seconds):

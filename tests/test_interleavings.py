@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections import deque
+from functools import partial
 from pickle import dumps
 from types import SimpleNamespace
 
@@ -189,6 +190,7 @@ def told_to_cancel(number, begin):
         _interrupt_target=0, _pending_interrupts=Missed(), _main_thread=threading.get_ident(),
     )  # fmt: skip
     runner._claim_interrupt = lambda number: DroneExecutor._claim_interrupt(runner, number)
+    runner._interrupt_main_thread = partial(DroneExecutor._interrupt_main_thread, runner)
     DroneExecutor._on_cancel(runner, pack_numbers(CANCEL, (number,)))
     return runner
 

@@ -469,7 +469,7 @@ def test_reports_are_received_from_a_zygote_that_ended_with_orders_unread():
 
 def test_a_control_thread_that_fails_lets_no_other_thread_tell_what_was_sent():
     drone = LocalDrone.__new__(LocalDrone)
-    drone.socket_lock, drone._received = threading.Lock(), 0
+    drone.socket_lock, drone._received, drone._put_off = threading.Lock(), 0, ()
     drone.receive_all = lambda: None
     drone._tell_of_done = mock.Mock(side_effect=OSError("no descriptor is left"))
     with pytest.raises(OSError, match="no descriptor"):

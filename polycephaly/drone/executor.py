@@ -55,6 +55,7 @@ from ..wire.messages import (
     FORGET,
     FRAMES,
     FRESH,
+    INTERRUPT,
     KEEP,
     NOT_PACKED,
     PACKED,
@@ -592,23 +593,33 @@ class DroneExecutor:
             self._outcomes.put(each, WITHDRAWN, 0.0, 0.0, b"")
         if withdrawn:
             self._tell()
-        self._pending_interrupts |= targets - {0}
+        self._pending_interrupts |= targets
         current, overlap = self._current, self._overlap
         begun = {
             each for each in targets if each in overlap.running and self._claim_interrupt(each)
         }
-        overlap.interrupt(begun | (targets & {0}))
+        overlap.interrupt(begun)
         run = self._chunk
-        if run is not None and not current and 0 in targets:  # between two of its calls
-            self._pending_interrupts.add(run.number)
         if run is not None and run.number in targets:
             rest = run.give_back(even_if_whole=True)
             if rest:
                 self._send(pack_returned([(run.number, rest)]))
-        if current and (current in targets or 0 in targets):
+        if current in targets:
             self._pending_interrupts.discard(current)
-            self._interrupt_target = current
-            signal.pthread_kill(self._main_thread, signal.SIGINT)
+            self._interrupt_main_thread(current)
+
+    def _on_interrupt(self, frames: list[bytes]) -> None:
+        targets = set(unpack_numbers(frames))
+        self._overlap.interrupt(targets)
+        current, run = self._current, self._chunk
+        if current in targets:
+            self._interrupt_main_thread(current)
+        elif run is not None and not current and run.number in targets:  # between two of its calls
+            self._pending_interrupts.add(run.number)
+
+    def _interrupt_main_thread(self, current: int) -> None:
+        self._interrupt_target = current
+        signal.pthread_kill(self._main_thread, signal.SIGINT)
 
     def _claim_interrupt(self, number: int) -> bool:
         """Return True to exactly one of the callers that ask; that one interrupts the task."""
@@ -658,6 +669,7 @@ class DroneExecutor:
         CANCEL: _on_cancel,
         FETCH: _on_fetch,
         FRAMES: _on_frames,
+        INTERRUPT: _on_interrupt,
         PROFILE: _on_profile,
         STOP: _on_stop,
     }

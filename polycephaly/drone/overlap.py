@@ -69,7 +69,7 @@ class Overlap:
         return 0
 
     def interrupt(self, numbers: set[int]) -> None:
-        """Interrupt these tasks, or all if 0 is among the numbers. Any thread may call it."""
+        """Interrupt those of these tasks that run. Any thread may call it."""
         for number, thread in list(self.running.items()):
-            if number in numbers or 0 in numbers:
+            if number in numbers:
                 thread.interrupt(KeyboardInterrupt("interrupted by the controller"))

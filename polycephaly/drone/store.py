@@ -7,8 +7,8 @@
     DROP 17  ──> removed; a call that still uses the value keeps it alive
 
 A value stays as returned, and is pickled only if another process requests it. The main thread
-stores and takes values. FETCH is done by the main thread between two tasks, or by the control
-thread during a long one: each entry of `requested` is taken by one of them.
+stores and takes values. FETCH is done by the control thread, or by the main thread if that is idle:
+each entry of `requested` is taken by one of them.
 
 Claims are counted: each KEEP, STORE and KEPT_VALUES gives the controller one, and DROP says how
 many it gives up. So the order of a DROP and another STORE or KEPT_VALUES of the same value does not

@@ -40,6 +40,7 @@ from ..wire.main_names import MainSnapshot
 from ..wire.messages import (
     CANCEL,
     FRAMES,
+    INTERRUPT,
     RECALL,
     STOP,
     message_type,
@@ -179,7 +180,8 @@ class InlineDrone(DroneExecutor):
 
     def receive(self, frames: list[bytes]) -> None:
         kind = message_type(frames)
-        if self.ended or kind == RECALL:  # no other drone could run the tasks sooner
+        # No other drone could run the tasks sooner, and no thread can be interrupted.
+        if self.ended or kind in (RECALL, INTERRUPT):
             return
         if kind == CANCEL:
             self._pending_interrupts.update(unpack_numbers(frames))

@@ -42,7 +42,7 @@ from ..runtime.hidden import Hidden
 from ..runtime.prompt import running_cell
 from ..runtime.signal_handlers import is_of_signal_handler
 from ..wire.functions import RemoteFunction
-from ..wire.messages import CANCEL, DEFINE_CODE, pack_numbers
+from ..wire.messages import DEFINE_CODE, INTERRUPT, pack_numbers
 from ..wire.placeholders import PayloadWithRefs
 from .assignment import Send
 from .backpressure import BackPressure
@@ -629,8 +629,9 @@ class Dispatcher(DispatcherBase):
 
     def interrupt(self, handle: DroneHandle) -> None:
         """Interrupt the task that `handle` runs."""
-        if handle.alive:
-            handle.send(pack_numbers(CANCEL, (0,)))
+        if handle.alive and handle.in_flight:
+            # By their numbers, because others may be sent before the drone hears of this.
+            handle.send(pack_numbers(INTERRUPT, [*handle.in_flight]))
 
     # -- holding the reactor's lock: failures ------------------------------------------------------
 

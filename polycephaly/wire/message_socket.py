@@ -165,13 +165,6 @@ class MessageSocket:
         """
         return self.held is not None or bool(self._input.poll(0))
 
-    def wait_for_input(self, seconds: float | None = None) -> None:
-        """Wait until `receive` has something to do, or so many seconds."""
-        if self.held is None:
-            poller = select.poll()  # its own: one thread at a time may use `_input`
-            poller.register(self._socket, select.POLLIN)
-            poller.poll(None if seconds is None else 1000 * seconds)
-
     def receive(self) -> list[bytes] | None:
         """Return the frames of the next message.
 

@@ -21,7 +21,8 @@ have the bit SHARED; its payload is empty for None.
 type      direction  meaning
 HELLO     drone ->   the drone is up; numbers: (PROTOCOL, pid)
 WORK      -> drone   a batch: definitions to keep or forget, and calls of them, in order
-CANCEL    -> drone   numbers: withdraw these, or interrupt the running one (0: any that runs)
+CANCEL    -> drone   numbers: withdraw these, or interrupt the one of them that runs
+INTERRUPT -> drone   numbers: interrupt the one of them that runs
 RECALL    -> drone   give back the tasks that have not started
 FETCH     -> drone   numbers: pack these kept values, and send them (PACKED, or NOT_PACKED)
 TELL      -> drone   write what is done of the running chunk, ring the bell, and beat
@@ -54,8 +55,8 @@ PROTOCOL = 4
 
 HELLO, WORK, CANCEL, RECALL = b"H", b"W", b"C", b"B"
 RETURNED, FRAMES, PROFILE, STOP = b"Y", b"F", b"P", b"S"
-FETCH, TELL = b"G", b"T"
-URGENT = frozenset((CANCEL, RECALL, FRAMES, PROFILE, FETCH, TELL))
+FETCH, TELL, INTERRUPT = b"G", b"T", b"I"
+URGENT = frozenset((CANCEL, INTERRUPT, RECALL, FRAMES, PROFILE, FETCH, TELL))
 """Those that do not wait until the task that runs is done."""
 
 # Kinds of WORK items.
@@ -93,7 +94,7 @@ _WITHOUT_KIND_BITS = ~(SHARED | KEEP)
 _WITHOUT_SHARED = ~SHARED
 
 POSITION = Struct("<Q")
-"""Behind an urgent message to a local drone: how many others were sent before it."""
+"""Behind an urgent message to a local drone: how many others were sent before that it is about."""
 _ITEM = Struct("<QBQQ")  # number, kind, definition, payload bytes
 _VALUE_KEY = Struct("=Qdd")  # number, times of start and end
 _pack_value_key = Struct("=5sQdd").pack

@@ -6,8 +6,8 @@ had begun:
 
     started   number of the task begun last
     answered  number of the last task whose answer the controller was told of
-    beats     heartbeat: a counter that changes while a task runs (of two threads that count at
-              once, one count may get lost)
+    beats     heartbeat: how often the control thread was asked for something
+    full      while the drone waits for room in its ring: how often it has looked for that; else 0
     control   the kernel's number of the control thread, whose running is no sign of progress
     steps     while the main thread waits for promises, or tasks overlap: one more than the number
               of times that green threads have gone on; else 0
@@ -15,7 +15,6 @@ had begun:
     call      of a chunk: how many of its calls have begun, at most, and from bit 32 on, how many of
               these may be running; 0 if no chunk runs
     holder    number of the overlapped task that lets no other run, because it does not await
-    full      1 while the drone waits for room in its ring
 
 Only the drone writes, so no lock is needed: an aligned 8-byte store is not torn. Behind the page is
 the ring (ring.py) with the answers of the drone. See
@@ -34,7 +33,7 @@ from .ring import HEADER_BYTES as RING_HEADER_BYTES
 from .ring import RING_BYTES
 
 PAGE_BYTES = 4096
-_STARTED, _ANSWERED, _BEATS, _CONTROL, _STEPS, _DEBUGGED, _CALL, _HOLDER, _FULL = range(9)
+_STARTED, _ANSWERED, _BEATS, _FULL, _CONTROL, _STEPS, _DEBUGGED, _CALL, _HOLDER = range(9)
 HEADER_BYTES = 9 * 8
 _MEMORY_BYTES = PAGE_BYTES + RING_HEADER_BYTES + RING_BYTES
 
@@ -84,8 +83,8 @@ class StatusPage:
         return self.debugged != 0 or self.full != 0
 
     def signs_of_life(self) -> bytes:
-        """Return what changes while the drone lives: `started`, `answered` and `beats`."""
-        return self.cells[: _BEATS + 1].tobytes()
+        """Return what changes while the drone lives: `started`, `answered`, `beats` and `full`."""
+        return self.cells[: _FULL + 1].tobytes()
 
     # -- for the drone -----------------------------------------------------------------------------
 

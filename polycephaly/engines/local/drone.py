@@ -4,10 +4,10 @@
             ──CANCEL, RECALL, ...──> control socket ──> control thread
 
 The main thread reads the work socket itself, between two tasks, so a task crosses no thread. The
-control thread sleeps until there is a message for it. Each of those tells how many messages the
-controller has sent through the work socket before, and the control thread first reads the rest of
-them: so it knows each task that it is asked about. A thread that reads the work socket holds
-`socket_lock`; one that writes into the ring, `_ring_lock`.
+control thread sleeps until there is a message for it. One that is about tasks or values tells how
+many messages the controller has sent through the work socket before, and is put off until these
+were received, by whichever thread: so what it is about is known. Later ones may have come, too. A
+thread that reads the work socket holds `socket_lock`; one that writes into the ring, `_ring_lock`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections import deque
 from contextlib import suppress
 from threading import get_ident
 from time import sleep
@@ -48,9 +49,7 @@ from .zygote import Order, Ways, Zygote
 if TYPE_CHECKING:
     from ...drone.debugger import Debugger
 
-CATCH_UP_TRIES, CATCH_UP_SECONDS = 20, 0.05
-"""How often, and for how long each time, the control thread waits for a message that was sent
-through the work socket before the one that it handles: the controller may be slow."""
+_NOTHING = POSITION.pack(0)
 MIN_ROOM_WAIT_SECONDS, ROOM_WAIT_DOUBLINGS = 0.0002, 7
 """Time between looks for room in the ring, while the controller is slower than this drone: at
 first, and how often it is doubled."""
@@ -111,6 +110,8 @@ class LocalDrone(DroneExecutor):
         self._directory = spec.directory
         self._socket = parent_death.close_in_child(MessageSocket(ways.work))
         self._received = 0  # messages of that socket
+        # Messages of the other one that come behind more of these: (how many, frames).
+        self._put_off: deque[tuple[int, list[bytes]]] = deque()
         self._waiting = False
         self._memory_checked_at = monotonic()
         self._last_freed_end = placeholders.last_arrived_end
@@ -280,10 +281,9 @@ class LocalDrone(DroneExecutor):
             self._is_told = False
 
     def _wait_for_room(self, waits: int) -> None:
-        self._status_page.full = 1
+        self._status_page.full = waits + 1  # which shows that this drone lives
         self._is_told = False
         self._tell()
-        self.beat()
         if not self._socket.is_open():
             os._exit(1)  # the controller has gone, and will read nothing
         doubled = min(waits, ROOM_WAIT_DOUBLINGS)
@@ -316,6 +316,8 @@ class LocalDrone(DroneExecutor):
             self._received += 1
             if frames:
                 self._handle_message(frames)
+            while self._put_off and self._put_off[0][0] <= self._received:
+                self._handle_message(self._put_off.popleft()[1])
 
     def _on_tell(self, frames: list[bytes]) -> None:
         self._tell_of_done()
@@ -325,34 +327,38 @@ class LocalDrone(DroneExecutor):
     # -- used by the control thread ----------------------------------------------------------------
 
     def obey(self, frames: list[bytes]) -> None:
-        """Handle a message of the control socket, behind those of the other that were sent before
-        it.
-        """
-        *frames, position = frames
+        """Handle a message of the control socket, or of none, what has come by the work socket."""
+        *frames, position = frames or [_NOTHING]
         if len(position) != POSITION.size:
             log_malformed(Malformed(f"a position of {len(position)} bytes"))
             return
         [sent] = POSITION.unpack(position)
-        lock, tries = self.socket_lock, CATCH_UP_TRIES
         # Not released after an error, which ends the process: the main thread would go on without
         # answers that were taken and not written.
-        lock.acquire()
+        self.socket_lock.acquire()
         self.receive_all()
-        while self._received < sent and tries:
-            lock.release()
-            self._socket.wait_for_input(CATCH_UP_SECONDS)
-            lock.acquire()
-            self.receive_all()
-            tries -= 1
-        self._handle_message(frames)
+        if sent > self._received or (sent and self._put_off):
+            self._put_off.append((sent, frames))
+        elif frames:
+            self._handle_message(frames)
         is_waiting = self._waiting
-        lock.release()
+        self.socket_lock.release()
         self.beat()
         if is_waiting:
             if self._may_begin() or self._drone_store.requested or self._can_end():
                 self._wake_in_any_case()
         else:
             self.send_requested_values()
+
+    def wait_for_input(self, control: MessageSocket) -> None:
+        """Wait for a message of the control socket, and for one of the work socket if one of those
+        is put off.
+        """
+        poller = select.poll()
+        poller.register(control, select.POLLIN)
+        if self._put_off:
+            poller.register(self._socket, select.POLLIN)
+        poller.poll()
 
 
 class ControlThread:
@@ -370,16 +376,16 @@ class ControlThread:
         socket = self._socket
         try:
             while True:
-                socket.wait_for_input()
+                if not socket.has_input():
+                    self._drone.wait_for_input(socket)
                 try:
                     frames = socket.receive()
                 except Malformed as error:
                     log_malformed(error)
                     continue
-                if frames:
-                    self._drone.obey(frames)
-                elif frames is not None:  # the reactor has closed the connection
+                if frames == []:  # the reactor has closed the connection
                     os._exit(0)
+                self._drone.obey(frames or [])
         except BaseException:
             # A message or result that was taken would be lost, and a caller would wait for ever. So
             # the drone ends: the status page shows which tasks are done, which one was running, and

@@ -115,8 +115,10 @@ class LocalHandle(DroneHandle):
     # -- sending -----------------------------------------------------------------------------------
 
     def send(self, frames: list[bytes], tasks: Sequence[Task] = ()) -> None:
-        if frames[0][:1] in URGENT:
-            self.control.send([*frames, POSITION.pack(self._works)])
+        kind = frames[0][:1]
+        if kind in URGENT:
+            # TELL is about nothing that was sent: it must not wait.
+            self.control.send([*frames, POSITION.pack(0 if kind == TELL else self._works)])
         else:
             self._works += 1
             self.work.send(frames)
@@ -181,7 +183,7 @@ class LocalHandle(DroneHandle):
         page, pid = self.status_page, self.pid
         threads = {thread: processor_times(pid, thread) for thread in threads_of(pid)}
         hundredths = int(100 * threads.get(str(pid), (0, 0))[0])
-        return (page.started, page.answered, page.beats, hundredths), threads
+        return (page.signs_of_life(), hundredths), threads
 
     def is_waiting(self) -> bool:
         assert self.pid is not None
@@ -255,9 +257,15 @@ class LocalHandle(DroneHandle):
         self.dispatcher.reactor.watch(self.control.socket.fileno(), self._on_control)
 
     def _on_control(self) -> None:
-        """Do as if that end were closed, though code of a task may have written there."""
-        if self.control.socket is not None:
-            self.dispatcher.reactor.unwatch(self.control.socket.fileno())
+        socket = self.control.socket
+        if socket is None:
+            return
+        try:
+            is_open = socket.hear_bell()
+        except Malformed:  # code of the task has written there
+            return
+        if not is_open:
+            self.dispatcher.reactor.unwatch(socket.fileno())
 
     def _on_bell(self) -> None:
         socket = self.work.socket
