@@ -4,10 +4,10 @@
       RECALL: returns the tasks in _todo      CANCEL: withdraws, or interrupts
 
 The drone of each engine is a `DroneExecutor` that receives and writes in its own way, and has a
-thread, the *control thread*, that does so while the main thread is busy. A thread that receives
-holds `socket_lock`. `_todo` is a deque: the main thread takes from its left, the control
-thread from its right or the middle. Each of these steps is atomic, so a task is either run or
-returned, never both.
+thread, the *control thread*, for what must not wait until the running task is done. A thread that
+receives work, or takes answers of a chunk, holds `socket_lock`. `_todo` is a deque: the main thread
+takes from its left, the control thread from its right or the middle. Each of these steps is atomic,
+so a task is either run or returned, never both.
 
 An interrupt hits only the task that was named, and once. See
 docs/decisions/0015-two-threads-of-a-drone.md.

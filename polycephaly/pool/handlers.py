@@ -328,6 +328,8 @@ def _handle_values(
     if last is not None and last.position > handle.highest_answered:
         handle.highest_answered = last.position
     handle.count_done(len(tasks))
+    # One by one, so that each task is freed when its promise is settled: to keep all until then
+    # would start the garbage collector.
     tasks.reverse()
     drained = map(list.pop, repeat(tasks, len(tasks)))
     outcomes = zip(drained, values, started, finished, strict=True)

@@ -5,9 +5,9 @@
     bytes   ... | key, record | key, record | ...      from CONSUMED to END, in a circle
 
 Both are in the format of `marshal`, so the bytes from CONSUMED to END are the content of a dict of
-that format, and one call decodes all records that have come. What keys say is the matter of who
-writes records (messages.py), if no two that are read together are equal; those of `next_key`, which
-are int, say nothing, and have a tuple behind them.
+that format, and one call decodes all records that have come. No two keys that are read together
+are equal. A key of bytes has a meaning (messages.py). Those of `next_key`, which are int, have
+none, and the record behind them is a tuple.
 
 A position is a count of bytes, and the checksum is that of all bytes up to there. So an END that is
 seen before the bytes, as may happen on processors that do not keep stores in order, is one that has

@@ -49,7 +49,8 @@ from .zygote import Order, Ways, Zygote
 if TYPE_CHECKING:
     from ...drone.debugger import Debugger
 
-_NOTHING = POSITION.pack(0)
+_NOTHING = [POSITION.pack(0)]
+"""A message of the control socket that says nothing."""
 MIN_ROOM_WAIT_SECONDS, ROOM_WAIT_DOUBLINGS = 0.0002, 7
 """Time between looks for room in the ring, while the controller is slower than this drone: at
 first, and how often it is doubled."""
@@ -327,8 +328,8 @@ class LocalDrone(DroneExecutor):
     # -- used by the control thread ----------------------------------------------------------------
 
     def obey(self, frames: list[bytes]) -> None:
-        """Handle a message of the control socket, or of none, what has come by the work socket."""
-        *frames, position = frames or [_NOTHING]
+        """Handle a message of the control socket, and what has come through the work socket."""
+        *frames, position = frames
         if len(position) != POSITION.size:
             log_malformed(Malformed(f"a position of {len(position)} bytes"))
             return
@@ -385,7 +386,7 @@ class ControlThread:
                     continue
                 if frames == []:  # the reactor has closed the connection
                     os._exit(0)
-                self._drone.obey(frames or [])
+                self._drone.obey(frames or _NOTHING)
         except BaseException:
             # A message or result that was taken would be lost, and a caller would wait for ever. So
             # the drone ends: the status page shows which tasks are done, which one was running, and

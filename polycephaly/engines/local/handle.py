@@ -1,8 +1,10 @@
 """The controller's handle of a local drone: sockets, ring, output and status page.
 
-send ── WORK, STOP ──────────────> work ─────> main thread
-     ── CANCEL, RECALL, TELL, ... > control ─> control thread
-_on_bell <── a byte, by the work socket <──── who has written into the ring
+    send ── WORK, STOP ─────────────> work ────> main thread
+         ── CANCEL, RECALL, TELL... ─> control ─> control thread
+    _on_bell <── a byte, through work <── either thread, after it has written into the ring
+
+What a socket does not take waits in a queue in front of it.
 """
 
 from __future__ import annotations
@@ -122,16 +124,17 @@ class LocalHandle(DroneHandle):
         else:
             self._works += 1
             self.work.send(frames)
-            if not self._listens and self._has_several_calls():
-                self._listen()
+            self._listen()
 
     def _has_several_calls(self) -> bool:
         tasks = self.in_flight
         return len(tasks) > 1 or any(task.calls_left > 1 for task in tasks.values())
 
     def _listen(self) -> None:
-        self._listens = True
-        self.dispatcher.call_later(SILENT_SECONDS, self._end_silence)
+        """Notice if the drone is silent, while it has several calls."""
+        if not self._listens and self._has_several_calls():
+            self._listens = True
+            self.dispatcher.call_later(SILENT_SECONDS, self._end_silence)
 
     def _end_silence(self) -> None:
         """Have the drone tell what is done of its calls, if it was silent for some time."""
@@ -293,8 +296,7 @@ class LocalHandle(DroneHandle):
                     self._look_again()
                 return False
             handle_records(self.dispatcher, self, records, ring.length)
-            if not self._listens and self._has_several_calls():
-                self._listen()
+            self._listen()
         except Malformed as error:
             log.warning("a malformed message of %s was dropped: %s", self.name, error)
             self.dispatcher.watch_for_lost_answer(self)
