@@ -36,6 +36,8 @@ class Span(NamedTuple):
         "running" or "sent".
     calls
         More than 1 for a chunk of a `map`, or for short calls that share a span.
+    bytes_sent, bytes_received
+        The spans of calls that travelled together share their bytes evenly.
     cpu
         Seconds of processor time of the process meanwhile; None if not measured (short calls).
     whole
