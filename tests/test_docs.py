@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blocks import ROOT, Block, blocks_of, cells_of, run_block, run_cells
+from blocks import ROOT, Block, blocks_of, cells_of, needs_of, run_block, run_cells
 
 PAGES = sorted(
     str(page.relative_to(ROOT))
@@ -46,7 +46,7 @@ def test_a_block_prints_what_the_page_says(block: Block, tmp_path: Path) -> None
 @pytest.mark.parametrize("page", [page for page in PAGES if cells_of(page)])
 def test_a_kernel_shows_what_the_page_says(page: str, tmp_path: Path) -> None:
     codes, said = zip(*cells_of(page), strict=True)
-    assert run_cells(list(codes), tmp_path) == list(said)
+    assert run_cells(list(codes), tmp_path, needs_of(page)) == list(said)
 
 
 @pytest.mark.parametrize("module", EXAMPLES)
