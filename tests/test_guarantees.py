@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = "docs/guarantees.md"
+KEPT = "docs/guarantees-kept.md"  # each in full, under its ID
 
 
 def rows_of(page: str) -> Iterator[list[str]]:
@@ -37,9 +38,14 @@ def named_in(source: str) -> Iterator[str]:
 
 def wrong_in(page: str, sources: dict[str, str]) -> list[str]:
     wrong, shown_by = [], dict[str, list[str]]()
-    for name, *cells in rows_of(page):
-        if not re.fullmatch(r"[a-z]+-[1-9]\d*", name) or len(cells) != 3:
-            wrong.append(f"{name}: no ID and three more cells, in a row of {PAGE}")
+    for link, *cells in rows_of(page):
+        name = link.removeprefix("[").partition("]")[0]
+        if (
+            not re.fullmatch(r"[a-z]+-[1-9]\d*", name)
+            or link != f"[{name}](guarantees-kept.md#{name})"
+            or len(cells) != 2
+        ):
+            wrong.append(f"{name}: no ID with its link and two more cells, in a row of {PAGE}")
         elif name in shown_by:
             wrong.append(f"{name}: in more than one row of {PAGE}")
         else:
@@ -65,12 +71,16 @@ def test_each_guarantee_is_named_by_the_tests_that_show_it_and_each_name_is_a_gu
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     sources = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
     page = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert len([*rows_of(page)]) > 100
+    kept = (ROOT / KEPT).read_text(encoding="utf-8")
+    names = [cells[0].removeprefix("[").partition("]")[0] for cells in rows_of(page)]
+    assert len(names) > 100
+    assert re.findall(r"^### (.*)$", kept, re.MULTILINE) == names
+    assert kept.count("\nKept by: ") == len(names)
     wrong = wrong_in(page, sources)
     assert not wrong, "\n".join(wrong)
 
 
-ROW = "| end-1 | all ends | the kernel | `tests/test_a.py` |\n"
+ROW = "| [end-1](guarantees-kept.md#end-1) | all ends | `tests/test_a.py` |\n"
 TEST = "@pytest.mark.guarantee('end-1')\ndef test_it(): pass\n"
 
 
@@ -93,7 +103,8 @@ TEST = "@pytest.mark.guarantee('end-1')\ndef test_it(): pass\n"
         (ROW + ROW, TEST, ["end-1: in more than one row"]),
         (ROW.replace("`", ""), "", ["end-1: shown by nothing"]),
         (ROW.replace("end-1", "End"), "", ["End: no ID"]),
-        (ROW.replace("| end-1 ", ""), "", ["all ends: no ID"]),
+        (ROW.replace("| [end-1](guarantees-kept.md#end-1) ", ""), "", ["all ends: no ID"]),
+        (ROW.replace("#end-1", "#end-2"), "", ["end-1: no ID"]),
     ],
     ids=[
         "right",
@@ -105,11 +116,12 @@ TEST = "@pytest.mark.guarantee('end-1')\ndef test_it(): pass\n"
         "no file",
         "an odd ID",
         "no ID",
+        "another link",
     ],
 )
 def test_what_is_wrong_is_told_with_the_id_and_the_file(
     rows: str, source: str, wrong: list[str]
 ) -> None:
-    head = "| ID | guarantee | how it is kept | shown by |\n| --- | --- | --- | --- |\n"
+    head = "| ID | guarantee | shown by |\n| --- | --- | --- |\n"
     told = wrong_in(head + rows, {"tests/test_a.py": source})
     assert [each[: len(start)] for each, start in zip(told, wrong, strict=True)] == wrong
