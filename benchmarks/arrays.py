@@ -10,14 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from polycephaly.demos.comparison import (
-    NUMBERS_PER_PAGE,
-    Executors,
-    noop,
-    sum_of_pages,
-    transfer_ms,
-)
-
+from .measuring import NUMBERS_PER_PAGE, Executors, noop, sum_of_pages, transfer_ms
 from .memory import available, pss_of_all
 from .peers import OURS, PEERS
 from .suite import WORKERS, Figures, Sizes, Skipped

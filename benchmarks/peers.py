@@ -1,8 +1,7 @@
 """The others, and ours: each started by a context manager, and then with the same face.
 
 A peer's module is imported when the peer is started, never before: what one of them loads or starts
-must not be in the image that another one forks. Those that `polycephaly bench` shows are in the
-package."""
+must not be in the image that another one forks."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,14 +18,7 @@ from importlib.util import find_spec
 from operator import methodcaller
 from typing import Any
 
-from polycephaly.demos.comparison import (
-    OURS,
-    Executors,
-    loky,
-    multiprocessing_pool,
-    polycephaly_pool,
-    process_pool_executor,
-)
+from .measuring import Executors, Map
 
 
 def _nap() -> None:
@@ -45,6 +37,62 @@ class Peer:
         return find_spec(self.module.partition(".")[0]) is not None
 
 
+OURS = "polycephaly"
+CHUNKS = (4, 16)  # for each worker; the first is multiprocessing's own choice
+
+
+def _in_chunks(run: Callable[..., Any], workers: int) -> tuple[Map, ...]:
+    """Return the ways to map by a pool whose users choose the size of chunks."""
+
+    def by(chunks: int | None) -> Map:
+        def mapped(fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+            chunksize = -(-len(items) // (chunks * workers)) if chunks else 1
+            return list(run(fn, items, chunksize=chunksize))
+
+        return mapped
+
+    return tuple(map(by, (*CHUNKS, None)))
+
+
+def _executor(pool: Any, maps: tuple[Map, ...]) -> Executors:
+    return Executors(pool.submit, methodcaller("result"), maps)
+
+
+@contextmanager
+def polycephaly_pool(workers: int) -> Iterator[Executors]:
+    import polycephaly as poly
+
+    with poly.Pool(workers) as pool:
+        yield _executor(pool, (lambda fn, items: list(pool.map(fn, items)),))
+
+
+@contextmanager
+def multiprocessing_pool(workers: int) -> Iterator[Executors]:
+    import multiprocessing
+
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        yield Executors(
+            lambda fn, *args: pool.apply_async(fn, args),
+            methodcaller("get"),
+            _in_chunks(pool.map, workers),
+        )
+
+
+@contextmanager
+def process_pool_executor(workers: int) -> Iterator[Executors]:
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield _executor(pool, _in_chunks(pool.map, workers))
+
+
+@contextmanager
+def loky(workers: int) -> Iterator[Executors]:
+    with import_module("loky").ProcessPoolExecutor(workers) as pool:
+        yield _executor(pool, _in_chunks(pool.map, workers))
+
+
 @contextmanager
 def joblib(workers: int) -> Iterator[Executors]:
     module = import_module("joblib")
@@ -55,7 +103,7 @@ def joblib(workers: int) -> Iterator[Executors]:
                 0
             ],  # it has no other: this one waits
             result=lambda value: value,
-            map=lambda fn, items: list(parallel(delayed(fn)(item) for item in items)),
+            maps=(lambda fn, items: list(parallel(delayed(fn)(item) for item in items)),),
         )
 
 
@@ -68,7 +116,7 @@ def mpire(workers: int) -> Iterator[Executors]:
         yield Executors(
             submit=lambda fn, *args: pool.apply_async(fn, args),
             result=methodcaller("get"),
-            map=pool.map,
+            maps=(pool.map,),
         )
 
 
@@ -90,7 +138,7 @@ def ray(workers: int) -> Iterator[Executors]:
         yield Executors(
             submit=submit,
             result=module.get,
-            map=lambda fn, items: list(module.get([submit(fn, item) for item in items])),
+            maps=(lambda fn, items: list(module.get([submit(fn, item) for item in items])),),
             gather=module.get,
             prepare=module.put,
         )
@@ -114,7 +162,7 @@ def dask(workers: int) -> Iterator[Executors]:
         yield Executors(
             submit=lambda fn, *args: client.submit(fn, *args, pure=False),
             result=methodcaller("result"),
-            map=lambda fn, items: list(client.gather(client.map(fn, items, pure=False))),
+            maps=(lambda fn, items: list(client.gather(client.map(fn, items, pure=False))),),
             gather=client.gather,
             prepare=lambda array: client.scatter(array, hash=False),
         )
@@ -128,7 +176,7 @@ def ipyparallel(workers: int) -> Iterator[Executors]:
         yield Executors(
             submit=view.apply_async,
             result=methodcaller("get"),
-            map=lambda fn, items: list(view.map_sync(fn, items)),
+            maps=(lambda fn, items: list(view.map_sync(fn, items)),),
         )
 
 

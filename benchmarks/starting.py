@@ -8,8 +8,7 @@ import subprocess
 import sys
 import time
 
-from polycephaly.demos.comparison import noop
-
+from .measuring import noop
 from .memory import available, pss, pss_of_all
 from .peers import PEERS
 from .suite import WORKERS, Figures, Sizes

@@ -178,7 +178,7 @@ SUITE = {
                 ("partial", "ints, by a partial with 1 MB", 2),
             )
         ),
-        ("multiprocessing",),
+        ("multiprocessing", "futures", "loky"),
         "tasks",
     ),
     "mixed": Measurement(

@@ -10,8 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from polycephaly.demos.comparison import WARM_UP_TASKS, gather_us, map_us, noop, round_trip_us
-
+from .measuring import gather_us, map_us, noop, round_trip_us
 from .peers import PEERS
 from .processor_time import processor_time
 from .suite import WORKERS, Figures, Sizes
@@ -28,9 +27,9 @@ def gather(peer: str, sizes: Sizes) -> Figures:
 SCRIPT = """\
 import sys
 
+from benchmarks.measuring import gather_us
 from benchmarks.peers import PEERS
 from benchmarks.suite import WORKERS
-from polycephaly.demos.comparison import gather_us
 
 
 def noop(x):
@@ -95,11 +94,10 @@ def mixed(peer: str, sizes: Sizes) -> Figures:
     for place in random.Random(sizes.seed).sample(range(sizes.mixed), sizes.mixed // 100):
         tasks[place] = sizes.long
     with PEERS[peer].start(WORKERS) as workers:
-        assert workers.map is not None
-        workers.map(noop, range(WARM_UP_TASKS))
+        run = workers.map_for(take, tasks)
         with processor_time() as spent:
             began = time.perf_counter()
-            took = workers.map(take, tasks)
+            took = run(take, tasks)
             wall = time.perf_counter() - began
     perfect = sum(took) / WORKERS
     return {

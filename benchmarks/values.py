@@ -15,8 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from polycephaly.demos.comparison import RUNS, Executors
-
+from .measuring import RUNS, Executors
 from .peers import PEERS
 from .suite import Figures, Sizes, Skipped
 
@@ -75,13 +74,13 @@ def measured(
         "long_strings": (same, [f"{i:07d}" * LONG_TEXT for i in range(count // 5)]),
         "partial": (partial(second, numpy.zeros(CAPTURED)), list(range(count // 10))),
     }
-    assert workers.map is not None
     for name, (function, items) in kinds.items():
-        workers.map(function, items)
+        run = workers.map_for(function, items)
+        run(function, items)
         took = []
         for _ in range(RUNS):
             began = time.perf_counter()
-            got = workers.map(function, items)
+            got = run(function, items)
             took.append(time.perf_counter() - began)
             assert len(got) == len(items)
         yield name, sorted(took)[RUNS // 2] / len(items) * 1e6

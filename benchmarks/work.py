@@ -10,16 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from polycephaly.demos.comparison import (
-    OURS,
-    WARM_UP_TASKS,
-    Executors,
-    gather_us,
-    noop,
-    round_trip_us,
-)
-
-from .peers import PEERS
+from .measuring import WARM_UP_TASKS, Executors, gather_us, noop, round_trip_us
+from .peers import OURS, PEERS
 from .processor_time import processor_time
 from .suite import WORKERS, Figures, Sizes, Skipped
 
@@ -80,14 +72,18 @@ def calls(peer: str, sizes: Sizes) -> Figures:
     """By `map` and by `submit`: wall time over that of workers that do nothing but compute."""
     figures: Figures = {}
     with PEERS[peer].start(WORKERS) as workers:
-        assert workers.map is not None
-        workers.map(noop, range(WARM_UP_TASKS))
+        items = {
+            name: [seconds] * max(2 * WORKERS, round(sizes.computing / seconds))
+            for name, seconds in CALLS.items()
+        }
+        runs = {name: workers.map_for(compute, each) for name, each in items.items()}
+        workers.results([workers.submit(noop, number) for number in range(WARM_UP_TASKS)])
         with processor_time() as spent:
             for name, seconds in CALLS.items():
-                count = max(2 * WORKERS, round(sizes.computing / seconds))
+                count = len(items[name])
                 best = count * seconds / WORKERS
                 began = time.perf_counter()
-                workers.map(compute, [seconds] * count)
+                runs[name](compute, items[name])
                 between = time.perf_counter()
                 workers.results([workers.submit(compute, seconds) for _ in range(count)])
                 figures[f"{name}_map"] = (between - began) / best

@@ -2,7 +2,7 @@
 
     start ──> daemon (forks, reports the start) ──> serving: a named pool, until its end ──> journal
     list, ps, top, stacks, dashboard, doit, logs, stop, ... ──> reach: connect ──> tables: show it
-    bench, demo ──> pools of their own
+    demo ──> pools of its own
 
 Each subcommand imports its dependencies when it runs, so that `--help` is quick. Exit statuses: 0
 success; 1 failure, with one line that says why (or the traceback of the user's own code); 2 a wrong
@@ -24,7 +24,6 @@ except ImportError as error:
 
 from ..runtime.version import __version__
 from .attach import attach
-from .bench import bench
 from .control import cancel, interrupt, refresh, resize, stop
 from .demo import demo
 from .doit import doit
@@ -54,6 +53,13 @@ class PoliteGroup(click.Group):
             raise
         except ERRORS as error:
             raise click.ClickException(error_text(error)) from error
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] == "bench":
+            ctx.fail("there is no command 'bench': run `python -m benchmarks` in a clone")
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of use, not the alphabet's
@@ -98,6 +104,6 @@ def completion(ctx: click.Context, shell: str) -> None:
 
 for command in (
     start, list_pools, ps, top, stacks, dashboard, doit, logs, interrupt, cancel, refresh, resize,
-    attach, stop, join, bench, demo, completion,
+    attach, stop, join, demo, completion,
 ):  # fmt: skip
     main.add_command(command)

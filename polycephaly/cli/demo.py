@@ -94,7 +94,7 @@ def demo() -> None:
 @_file_option(
     "--plot",
     "plot_file",
-    help="Draw the times as bars and the combined run as a Gantt chart: FILE.html, .svg or .png.",
+    help="Draw the times as bars and the combined run as a Gantt chart: FILE.html or .svg.",
 )
 @click.pass_context
 def securities(

@@ -1,7 +1,7 @@
 """Timelines: the times at which drones and green threads worked, as text, picture, page or trace.
 
 handlers ──entry for each batch──> TraceBuffer (bounded) ──> Timeline ──> text, bottleneck
-green    ──calls of threads────────────┘                        ├──> svg, png, html  (rows, picture)
+green    ──calls of threads────────────┘                        ├──> svg, html  (rows, picture)
                                                                 └──> json            (trace)
 """
 

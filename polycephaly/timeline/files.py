@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .page import page_of
 from .picture import Bar
-from .png import png_of
 from .svg import svg_of
 from .trace import json_of
 
@@ -19,17 +17,10 @@ if TYPE_CHECKING:
 
 
 def check(path: str | os.PathLike[str]) -> Path:
-    """Return `path` as a Path, if its suffix is a known format.
-
-    Raises `ValueError` if not, and `ModuleNotFoundError` if the format needs Pillow and that is not
-    installed.
-    """
+    """Return `path` as a Path, if its suffix is a known format; else raise `ValueError`."""
     path = Path(path)
     if path.suffix.lower() not in _WRITERS:
-        raise ValueError(f"a timeline is saved as .html, .svg, .png or .json, not as {path.name!r}")
-    if path.suffix.lower() == ".png" and find_spec("PIL") is None:
-        message = "a PNG needs Pillow: pip install 'pillow>=11' (SVG and HTML do without)"
-        raise ModuleNotFoundError(message, name="PIL")
+        raise ValueError(f"a timeline is saved as .html, .svg or .json, not as {path.name!r}")
     return path
 
 
@@ -44,6 +35,5 @@ def write(
 _WRITERS: dict[str, Callable[[Contents, str, Sequence[Bar]], bytes]] = {
     ".html": page_of,
     ".svg": svg_of,
-    ".png": png_of,
     ".json": json_of,
 }

@@ -1,7 +1,7 @@
-"""A timeline as a picture: boxes and words with positions, from which SVG and PNG are made.
+"""A timeline as a picture: boxes and words with positions, from which an SVG is made.
 
     Timeline ──rows──> ┌ title, bottleneck ─────────┐ ──> svg.py
-    bars ────────────> │ bars, if there are any     │ ──> png.py
+    bars ────────────> │ bars, if there are any     │
                        │ a row for each drone ...   │
                        └ legend ────────────────────┘
 

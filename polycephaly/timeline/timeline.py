@@ -56,9 +56,8 @@ class Timeline(Contents):
         Parameters
         ----------
         path
-            ``.html`` is a single page to zoom and hover in, ``.svg`` and ``.png`` are pictures (PNG
-            needs Pillow: ``pip install 'pillow>=11'``), ``.json`` is a trace for
-            https://ui.perfetto.dev or ``chrome://tracing``.
+            ``.html`` is a single page to zoom and hover in, ``.svg`` is a picture, ``.json`` is a
+            trace for https://ui.perfetto.dev or ``chrome://tracing``.
         title
             Title of the page or picture.
 
@@ -66,8 +65,6 @@ class Timeline(Contents):
         ------
         ValueError
             For any other suffix.
-        ModuleNotFoundError
-            If Pillow is needed and not installed.
         OSError
             If the file cannot be written.
 
