@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Iterator
 
 from .peers import OURS, PEERS
-from .suite import SUITE, Figures, Mark, Row, Sizes
+from .suite import SUITE, Figures, Row, Sizes
 
 Run = dict[str, dict[str, Figures]]
 """The figures of one run, by measurement and peer; there is none where it failed or was left
 out."""
 
-HEAD = ("measurement", "ours", "peer", "peer's figure", "ratio", "mark", "")
+HEAD = ("measurement", "ours", "peer", "peer's figure", "times ours")
 
 
 def number(figure: float) -> str:
@@ -36,10 +36,6 @@ def spread(figures: list[float]) -> str:
     )
 
 
-def verdict(mark: Mark, figures: list[float]) -> tuple[str, str]:
-    return str(mark), "holds" if figures and mark.holds(statistics.median(figures)) else "missed"
-
-
 def lines(runs: list[Run], sizes: Sizes) -> Iterator[tuple[str, ...]]:
     for name, measurement in SUITE.items():
         taken = [run[name] for run in runs if name in run]
@@ -55,26 +51,14 @@ def _of_row(
 ) -> Iterator[tuple[str, ...]]:
     ours = figures_of(OURS, row, taken)
     beside = [] if row.alone else [peer for peer in peers if known(figures_of(peer, row, taken))]
-    own = verdict(row.marks[OURS], known(ours)) if OURS in row.marks else ("", "")
     first = (title, spread(known(ours)))
-    if own[0] or not beside:
-        yield (*first, "", "", "", *own)
-        first = ("", "")
+    if not beside:
+        yield (*first, "", "", "")
     for peer in beside:
         theirs = figures_of(peer, row, taken)
-        mark = row.marks.get(peer)
-        if mark is not None and mark.kind == "of it":
-            ratios, unit = [a / b for a, b in zip(ours, theirs, strict=True)], "of it"
-        else:
-            ratios, unit = [b / a for a, b in zip(ours, theirs, strict=True)], "times ours"
+        ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
         fewer = f", {PEERS[peer].most:,} of them" if PEERS[peer].most < asked else ""
-        yield (
-            *first,
-            PEERS[peer].title + fewer,
-            spread(known(theirs)),
-            f"{spread(known(ratios))} {unit}",
-            *(verdict(mark, known(ratios)) if mark is not None else ("", "")),
-        )
+        yield (*first, PEERS[peer].title + fewer, spread(known(theirs)), spread(known(ratios)))
         first = ("", "")
 
 
