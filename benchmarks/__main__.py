@@ -7,8 +7,8 @@ installed.
 
 Each figure is taken in a fresh process, so that what one peer starts or loads disturbs no other,
 and the peers take turns within each run, because machines are shared and noisy: read the ratios,
-which are of the same run, and their spread. Above 1 the peer takes longer. A pool whose users choose
-the size of chunks is measured with the best of three.
+which are of the same run, and their spread. Above 1 the peer takes longer. A pool whose users
+choose the size of chunks is measured with the best of three.
 
 With `--against`, this checkout and another one (or a peer) take turns, and the table tells which
 rows are slower, from fifteen pairs."""

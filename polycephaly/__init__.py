@@ -142,7 +142,11 @@ if not TYPE_CHECKING:  # with a `__getattr__`, type checkers would accept any na
     def __getattr__(name):
         path = _MODULES.get(name)
         if path is None:
-            raise AttributeError(f"module 'polycephaly' has no attribute {name!r}")
+            raise AttributeError(
+                f"module 'polycephaly' has no attribute {name!r}{_cure_of(name)}",
+                name=name,
+                obj=sys.modules[__name__],
+            )
         from importlib import import_module
 
         if name == "green":
@@ -160,5 +164,27 @@ if not TYPE_CHECKING:  # with a `__getattr__`, type checkers would accept any na
         return value
 
 
+_OF_POOLS = ("apply", "apply_async", "imap", "map", "resize", "shutdown", "starmap", "submit")
+_OF_GREEN = (
+    "Barrier", "Channel", "Event", "Group", "Lock", "Semaphore", "after", "call", "par", "run",
+    "select", "sleep", "spawn", "timeout",
+)  # fmt: skip
+_OF_OTHERS = {
+    "get": "a promise has .value",
+    "init": "nothing has to be started before the first Pool",
+    "put": "use pool.share(value)",
+    "remote": "use pool.promise(f, *args)",
+    "wait": "use concurrent.futures.wait(promises)",
+}
+
+
+def _cure_of(name: str) -> str:
+    if name in _OF_POOLS:
+        return f": a pool has it, pool.{name}(...)"
+    if name in _OF_GREEN:
+        return f": use polycephaly.green.{name}"
+    return f": {_OF_OTHERS[name]}" if name in _OF_OTHERS else ""
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*__all__, "__version__"})

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
+from ..runtime.checks import check_bytes
+
 if TYPE_CHECKING:
     from ..engines.remote.client import RemotePool
     from ..wire.output import Line
@@ -73,12 +75,10 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     """Convert a size such as 500M to bytes."""
-    if value is None:
-        return None
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", value.strip().lower())
-    if found is None:
-        raise click.BadParameter(f"{value!r} is not a size such as 500M or 2G (in powers of 1,024)")
-    return int(float(found[1]) * 1024 ** " kmgt".index(found[2] or " "))
+    try:
+        return None if value is None else check_bytes("size", value)
+    except ValueError as error:
+        raise click.BadParameter(str(error).removeprefix("size: ")) from None
 
 
 ERRORS = (OSError, ValueError, RuntimeError, ImportError)

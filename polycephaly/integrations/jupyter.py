@@ -147,6 +147,11 @@ class _MagicArguments:
         self.code = rest.strip() if cell is None else cell
         if not self.code.strip():
             _fail("there is no code to run")
+        if self.code.lstrip().startswith(("!", "%")):
+            _fail(
+                f"{self.code.split()[0]!r} is a command of IPython, and a drone runs Python: use "
+                "subprocess.run(...), or leave the magic out"
+            )
         self.pool, self.drone = given.get("pool"), given.get("drone")
         self.no_wait = "flag" in given
         try:

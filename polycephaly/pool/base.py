@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextvars import ContextVar
@@ -25,10 +26,11 @@ from typing import (
 )
 from weakref import WeakKeyDictionary, ref
 
-from .._compat import renew_in_child
+from .._compat import caller_stacklevel, renew_in_child
 from ..promises.promise import Handle, Promise
 from ..runtime.checks import check_at_least, check_seconds
 from ..runtime.progress import Progress, total_of
+from ..runtime.prompt import running_asyncio_task
 from ..store.kept import Kept
 from . import namespace
 from .config import (
@@ -45,6 +47,7 @@ from .directory import KeptTask
 from .interfaces import LivePage, TaskOptions, TaskRunner, with_seed
 from .map import Ordered, Results, Unordered, start_map
 from .map_source import Source
+from .mistaken_names import POOL_METHODS_HERE, called_by_own_names, tells_options
 
 if TYPE_CHECKING:
     from .retry import Retry
@@ -86,20 +89,28 @@ class _NotGiven:
         return "False"
 
 
-_NOT_GIVEN: Any = _NotGiven()
+class _AsBefore:
+    def __repr__(self) -> str:
+        return "as before"
 
-_NAMES_HERE = {
-    "apply": "doit(f, *args)",
-    "apply_async": "promise(f, *args)",
-    "map_async": "map(f, items)",
-    "imap": "map(f, items)",
-    "imap_unordered": "map(f, items, ordered=False)",
-    "starmap": "map(f, *zip(*rows))",
-    "starmap_async": "map(f, *zip(*rows))",
-    "close": "shutdown()",
-    "join": "shutdown()",
-    "terminate": "terminate_workers() or kill_workers()",
-}
+
+_NOT_GIVEN: Any = _NotGiven()
+_AS_BEFORE: Any = _AsBefore()  # None lifts a limit
+
+_blocked_loop_was_told = False
+
+
+def _warn_of_blocked_loop() -> None:
+    global _blocked_loop_was_told
+    if not _blocked_loop_was_told:
+        _blocked_loop_was_told = True
+        warnings.warn(
+            "doit blocks asyncio's loop, and all other tasks of it, until the drone has answered: "
+            "use `await pool.promise(...)`",
+            RuntimeWarning,
+            stacklevel=caller_stacklevel(),
+        )
+
 
 _pages: WeakKeyDictionary[TaskRunner, LivePage] = WeakKeyDictionary()
 """The live pages, by the dispatchers of their pools."""
@@ -107,6 +118,7 @@ _pages_lock = Lock()
 renew_in_child(_pages_lock)
 
 
+@called_by_own_names
 class TaskTarget:
     _dispatcher: TaskRunner
     _handle: Any = None  # the handle of the only drone that may run the tasks, if set
@@ -258,14 +270,18 @@ class TaskTarget:
         """Run `work` on a drone and return its result.
 
         The parameters and errors are those of `promise`, without `keep`. If the wait is interrupted
-        (Ctrl-C), the task is cancelled.
+        (Ctrl-C), the task is cancelled. In a task of asyncio, one warning tells to await a promise
+        instead.
         """
+        if running_asyncio_task() is not None:
+            _warn_of_blocked_loop()
         return wait_for(self._submit(work, args, kwargs))
 
+    @tells_options()
     def options(
         self,
         *,
-        timeout: float | None = None,
+        timeout: float | None = _AS_BEFORE,
         retries: int | Retry | None = None,
         priority: int | None = None,
         resources: Mapping[str, int] | None = None,
@@ -277,7 +293,7 @@ class TaskTarget:
         ----------
         timeout
             Seconds after which a running task is interrupted and rejected with `TimeoutError`.
-            None: as before.
+            None: no limit. Not given: as before.
         retries
             How often a task is run again if its drone dies, or a `Retry`, for tasks that raise
             exceptions too. None: as before. A number has no effect on a lone drone, because no
@@ -316,7 +332,7 @@ class TaskTarget:
         original = self if self._original is None else self._original
         other.__dict__.update(self.__dict__, _original=original)
         other._task_options = TaskOptions(
-            own.timeout if timeout is None else check_timeout(timeout),
+            own.timeout if timeout is _AS_BEFORE else check_timeout(timeout),
             own.retries if retries is None else check_retries(retries),
             own.priority if priority is None else check_priority(priority),
             own.resources if resources is None else check_needs(resources, sizes),
@@ -337,6 +353,7 @@ class TaskTarget:
         )
 
 
+@called_by_own_names
 class DroneBase(TaskTarget):
     """One drone, with a namespace that persists between tasks."""
 
@@ -366,6 +383,18 @@ class DroneBase(TaskTarget):
     def __contains__(self, name: object) -> bool:
         """Return whether the drone's namespace has the name. Asks the drone."""
         return isinstance(name, str) and self._ask(namespace.has, name)
+
+    if not TYPE_CHECKING:  # or type checkers would accept any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if hasattr(type(self), name):  # a property that has raised: raise its own error
+                object.__getattribute__(self, name)
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in ("map", "submit"):
+                text += ": a Pool has, of one drone as well; a drone has promise(f, *args)"
+            elif not name.startswith("_"):
+                text += f": the names of its namespace are got by drone[{name!r}]"
+            raise AttributeError(text, name=name, obj=self)
 
     __iter__ = None  # without this, Python would iterate over drone[0], drone[1] and so on
 
@@ -404,6 +433,7 @@ class DroneBase(TaskTarget):
         return self._ask(namespace.pull, *names)
 
 
+@called_by_own_names
 class ExecutorBase(TaskTarget, Executor):
     """Several drones, which code for the standard library's executors can use too."""
 
@@ -415,7 +445,7 @@ class ExecutorBase(TaskTarget, Executor):
         def __getattr__(self, name: str) -> NoReturn:
             if hasattr(type(self), name):  # a property that has raised: raise its own error
                 object.__getattribute__(self, name)
-            here = _NAMES_HERE.get(name)
+            here = POOL_METHODS_HERE.get(name)
             if name == "terminate" and not hasattr(self, "terminate_workers"):  # a served pool's
                 here = "shutdown(cancel_futures=True)"
             cure = here and (
@@ -580,6 +610,9 @@ class ExecutorBase(TaskTarget, Executor):
         **options: Unpack[_MapOptions],
     ) -> Results[T | Exception]: ...
 
+    @tells_options(
+        "an argument of the function is given by functools.partial(f, ...), or as one more iterable"
+    )
     def map(
         self,
         fn: Callable[..., Any],

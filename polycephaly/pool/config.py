@@ -13,6 +13,7 @@ from ..errors import type_with_article
 from ..runtime.checks import (
     brief,
     check_at_least,
+    check_bytes,
     check_positive_seconds,
     check_seconds,
     check_whole,
@@ -62,7 +63,8 @@ def check_work(work: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         return
     if not isinstance(work, str):
         raise TypeError(
-            f"work is a code string, a callable or a coroutine function, not {brief(work)}"
+            f"work is a code string, a callable or a coroutine function, not {brief(work)}: give "
+            "the function and its arguments, promise(f, x), and not what it returns, promise(f(x))"
         )
     if args or kwargs:
         raise TypeError("a code string takes no arguments: push them, or use a callable")
@@ -174,10 +176,10 @@ def check_native_threads(threads: int | None, engine: str) -> int | None:
     return check_at_least("native_threads", threads, 0)
 
 
-def check_memory(limit: int | None) -> int | None:
+def check_memory(limit: int | str | None) -> int | None:
     if limit is None:
         return None
-    limit = check_at_least("max_memory", limit, 1)
+    limit = check_bytes("max_memory", limit)
     if limit < MIN_MAX_MEMORY_BYTES:
         raise ValueError(f"max_memory must be at least {MIN_MAX_MEMORY_BYTES:,} bytes, not {limit}")
     return limit

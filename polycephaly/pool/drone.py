@@ -14,6 +14,7 @@ from ..promises import callbacks_thread
 from ..promises.promise import Promise
 from ..runtime.checks import check_at_least
 from ..runtime.hidden import Hidden
+from ..runtime.prompt import running_asyncio_task
 from ..timeline import Timeline
 from ..wire.output import forward
 from .base import Async, DroneBase, wait_for
@@ -38,8 +39,6 @@ from .stack_requests import ANSWER_SECONDS
 from .status import drone_state, drone_table, held_memory, running_label
 
 if TYPE_CHECKING:
-    import asyncio
-
     from .retry import Retry
     from .stacks import Stack
     from .waiting import Waiting
@@ -122,7 +121,7 @@ class Drone(DroneBase):
         timeout: float | None = None,
         hang_timeout: float | None = None,
         report_waiting: float | None = 60.0,
-        max_memory: int | None = None,
+        max_memory: int | str | None = None,
         width: int = 1,
         detached: bool = False,
         engine: str = "local",
@@ -475,30 +474,13 @@ def end_with_owner(dispatcher: Dispatcher) -> None:
     if owner is not None:
         owner.own(_OwnerCallback(dispatcher, f"green thread {owner.name!r}"))
         return
-    asyncio = sys.modules.get("asyncio")
-    if asyncio is not None and asyncio._get_running_loop() is not None:
-        task = asyncio.current_task()
-        if task is not None and not _is_prompt_task(task):
-            owner_callback = _OwnerCallback(dispatcher, f"asyncio task {task.get_name()!r}")
-            task.add_done_callback(owner_callback.kill)
-            return
+    task = running_asyncio_task()
+    if task is not None:
+        owner_callback = _OwnerCallback(dispatcher, f"asyncio task {task.get_name()!r}")
+        task.add_done_callback(owner_callback.kill)
+        return
     thread = threading.current_thread()
     # The thread for callbacks ends whenever it has been idle.
     if thread is not threading.main_thread() and not callbacks_thread.callbacks_thread.is_here():
         drones = _locals.__dict__.setdefault("drones", _ThreadDrones())
         drones.add(_OwnerCallback(dispatcher, f"thread {thread.name!r}"))
-
-
-def _is_prompt_task(task: asyncio.Task[Any]) -> bool:
-    """Return whether a prompt made `task` to run the code that was typed in.
-
-    ``python -m asyncio`` makes a task of each line that awaits. IPython and its kernels make a task
-    of each cell, and of each message of a widget. Tasks that the user's code makes there have
-    coroutines of the user's.
-    """
-    frame = getattr(task.get_coro(), "cr_frame", None)
-    if frame is None:  # a generator, or a coroutine of a compiled extension
-        return False
-    if frame.f_code.co_name == "<module>":  # only a prompt compiles a module's code to a coroutine
-        return True
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("IPython", "ipykernel")

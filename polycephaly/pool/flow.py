@@ -21,6 +21,7 @@ from functools import update_wrapper
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, overload
 
+from ..promises.forgotten import shown_as_promise
 from ..promises.promise import FINISHED
 from ..runtime.checks import brief
 from ..runtime.coroutines import is_coroutine_function
@@ -178,6 +179,7 @@ def _flow(fn: Callable[..., Any], options: dict[str, Any], keep: bool) -> Callab
     return call
 
 
+@shown_as_promise
 class _NodePromise(TaskPromise[Any]):
     """The promise of a node of a graph."""
 

@@ -16,6 +16,9 @@ from ..wire.main_names import MainSnapshot, main_namespace
 _LATER = (
     "the controller process defined this name after the snapshot from which the drone was started"
 )
+_UNEXPECTED_OPTION = re.compile(
+    r"unexpected keyword argument '(timeout|retries|priority|resources|seed)'"
+)
 _OF_A_POOL = "pool", "pool.refresh() takes a new snapshot"
 _OF_A_DRONE = "drone", "start a new Drone (in a pool: pool.refresh())"
 
@@ -26,7 +29,8 @@ def explain(
     left_out: Callable[[str], str | None],
     lone_drone: bool,
 ) -> None:
-    """Add the cure to `error` if the controller process has what the drone missed.
+    """Add the cure to `error` if the controller process has what the drone missed, or if an option
+    of a task was given to its function.
 
     Parameters
     ----------
@@ -40,6 +44,11 @@ def explain(
         Whether the drone is a `Drone()`, which cannot be refreshed.
     """
     owner, cure = _OF_A_DRONE if lone_drone else _OF_A_POOL
+    if isinstance(error, TypeError):
+        option = _UNEXPECTED_OPTION.search(message_of(error))
+        if option:
+            with suppress(Exception):  # the exception's class may take no notes
+                error.add_note(f"an option of a task is given by {owner}.options({option[1]}=...)")
     if isinstance(error, AttributeError):
         text = message_of(error)
         missing, module = _missing_in_module(text)

@@ -28,6 +28,16 @@ def add_note(error: BaseException, label: str, task: Task, item: int | None = No
     with suppress(Exception):  # the exception's class may take no notes
         place = with_item(f"map({label}, ...)", item, calls)
         error.add_note(f"in {place}{described and ': '}{described}")
+        if _is_row(error, task, item - first):
+            error.add_note(f"if the items are rows of arguments: map({label}, *zip(*rows))")
+
+
+def _is_row(error: BaseException, task: Task, index: int) -> bool:
+    """Return whether a function misses an argument and has got a tuple or list as the only one."""
+    if not isinstance(error, TypeError) or "required positional argument" not in str(error):
+        return False
+    args = task.item_args(index)
+    return len(args) == 1 and isinstance(args[0], (tuple, list))
 
 
 def describe(task: Task, index: int) -> str:

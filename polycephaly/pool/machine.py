@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from .dispatcher import Dispatcher
 from .engine import Engine
+from .mistaken_names import cures_of
 
 
 class Machine(Protocol):
@@ -25,23 +26,6 @@ class Machine(Protocol):
         forbids that.
         """
 
-
-_OPTION_NAMES_HERE = {
-    **dict.fromkeys(
-        ("max_workers", "n_jobs", "n_workers", "num_workers", "processes", "size", "workers"),
-        "`drones`: Pool(4)",
-    ),
-    **dict.fromkeys(("context", "mp_context", "start_method"), "`start`: None, 'fork' or 'spawn'"),
-    **dict.fromkeys(
-        ("max_calls", "max_tasks_per_child", "maxtasksperchild", "worker_lifespan"),
-        "`max_tasks`, of a Pool",
-    ),
-    "max_concurrency": "`width`",
-    "max_retries": "`retries`, of a Pool",
-    "task_timeout": "`timeout`",
-    "thread_name_prefix": "`name`",
-}
-"""Options of other libraries, and their names here."""
 
 RAY_OPTIONS = (
     "address", "num_cpus", "num_gpus", "resources", "memory", "accelerator_type", "runtime_env",
@@ -63,11 +47,7 @@ def find_machine(name: str, options: dict[str, Any]) -> Machine:
     Raises `ValueError` for an unknown engine, `TypeError` for unknown options.
     """
     unexpected = f"unexpected {', '.join(sorted(options))}"
-    cures = [
-        f"instead of {each}, use {_OPTION_NAMES_HERE[each]}"
-        for each in options
-        if each in _OPTION_NAMES_HERE
-    ]
+    cures = cures_of(options)
     if cures:
         raise TypeError(f"{unexpected}: {'; '.join(cures)}")
     if name not in list(_MACHINES):  # a list, because `name` may be unhashable

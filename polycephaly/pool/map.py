@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain
 from math import inf
 from threading import Lock
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from .._compat import caller_stacklevel
 from ..errors import stop_as_error
@@ -30,6 +30,7 @@ from ..wire.exceptions import unpack_exception
 from .chunk import Chunk, Part, with_rests
 from .items import add_note
 from .map_source import SLOW_INPUT_SECONDS, Source
+from .mistaken_names import RESULTS_NAMES, TAKE_ALL
 from .task import Task
 
 # Seconds. No timer is set for longer, because the reactor keeps a timer after its map has ended.
@@ -69,6 +70,23 @@ class Results(chain[T]):
 
     def __repr__(self) -> str:
         return f"<Results of {self._stream.source.label}: iterate with `for` or `async for`>"
+
+    if not TYPE_CHECKING:  # or type checkers would accept them
+
+        def __getattr__(self, name: str) -> NoReturn:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in RESULTS_NAMES:
+                text += f": {TAKE_ALL}"
+            raise AttributeError(text, name=name, obj=self)
+
+        def __getitem__(self, index: object) -> NoReturn:
+            raise TypeError(f"'Results' object is not subscriptable: {TAKE_ALL}")
+
+        def __await__(self) -> NoReturn:
+            raise TypeError(
+                "'Results' object is not awaited: take its values by `async for`, all of them by "
+                "[value async for value in results]"
+            )
 
     def __aiter__(self) -> Self:
         return self

@@ -85,8 +85,9 @@ class Pool(ExecutorBase):
     max_tasks
         Number of tasks after which a drone is replaced.
     max_memory
-        Bytes of private memory for a drone and the processes it started. A drone that comes near
-        the limit is replaced between two tasks. A drone that exceeds the limit is killed.
+        Bytes, or a text such as "2G", of private memory for a drone and the processes it started. A
+        drone that comes near the limit is replaced between two tasks. A drone that exceeds it is
+        killed, and its running task lost: give `retries` too, if that may run again.
     max_queued
         How many tasks may wait for a drone. A call that submits one more waits for room. (Threads
         that find room at the same moment may each add one.)
@@ -184,7 +185,7 @@ class Pool(ExecutorBase):
         hang_timeout: float | None = None,
         report_waiting: float | None = 60.0,
         max_tasks: int | None = None,
-        max_memory: int | None = None,
+        max_memory: int | str | None = None,
         max_queued: int | None = None,
         on_death: str = "replace",
         post_mortem: bool = False,

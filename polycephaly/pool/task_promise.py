@@ -18,6 +18,7 @@ from pickle import dumps
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from weakref import ref
 
+from ..promises.forgotten import shown_as_promise
 from ..promises.opener_thread import settling_threads
 from ..promises.promise import (
     DICT_AT_CREATION,
@@ -83,6 +84,7 @@ class Facts(NamedTuple):
         return None if runner is None else address_of_frames(runner, self.number)
 
 
+@shown_as_promise
 class TaskPromise(Promise[T]):
     """The promise of a task's value. Made by the task."""
 

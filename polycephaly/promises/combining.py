@@ -17,6 +17,7 @@ from typing import Any, TypeVar, overload
 
 from ..runtime.checks import brief, check_seconds
 from ..runtime.clock import monotonic
+from .forgotten import shown_as_promise
 from .promise import (
     CANCELLED,
     FINISHED,
@@ -299,6 +300,7 @@ _TAKEN: Signal[Any] = Signal()
 """In the slot of a promise that was yielded."""
 
 
+@shown_as_promise
 class _Gathered(Promise[list[Any]]):
     """The promise of `gather`. Cancelling it cancels all the promises that it gathers."""
 

@@ -48,6 +48,7 @@ from ..runtime.signal_handlers import is_of_signal_handler
 from ..runtime.tuning import tuning
 from . import builder_threads, callbacks_thread
 from .builder_threads import release
+from .forgotten import ForgottenValue
 from .opener_thread import is_settling_thread, settling_threads
 from .sealed import Sealed, is_sealed
 from .trampoline import Trampoline
@@ -193,7 +194,7 @@ def misplaced_error(message: str) -> TypeError:
     return NeedsPlaceholder(message) if in_call else TypeError(message)
 
 
-class Promise(Future[T], Handle, Generic[T]):
+class Promise(Future[T], Handle, ForgottenValue, Generic[T]):
     """A value that will exist later.
 
     A promise is settled once, by a value, by an error or by being cancelled. All methods may be

@@ -83,6 +83,18 @@ def check_at_least(name: str, number: Any, minimum: int) -> int:
     return whole
 
 
+def check_bytes(name: str, size: Any) -> int:
+    """Return a number of bytes, which may be a text such as "500M", as an `int`."""
+    if not isinstance(size, str):
+        return check_whole(size, f"{name} is a number of bytes, or a text such as '500M' or '2G'")
+    import re
+
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", size.strip().lower())
+    if found is None:
+        raise ValueError(f"{name}: {size!r} is not a size such as 500M or 2G (in powers of 1,024)")
+    return int(float(found[1]) * 1024 ** " kmgt".index(found[2] or " "))
+
+
 def check_count(sentence: str, unit: str, number: Any, least: int = 1) -> int:
     """Return `number`, the count of units after `sentence`, as an `int`."""
     whole = check_whole(number, f"{sentence} a number of {unit}s")

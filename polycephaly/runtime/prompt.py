@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._compat import current_frames
+
+if TYPE_CHECKING:
+    from asyncio import Task
 
 
 class Cell(NamedTuple):
@@ -66,3 +69,27 @@ def _running_line() -> object:
             return frame.f_code
         frame = frame.f_back
     return object()
+
+
+def _is_prompt_task(task: Task[Any]) -> bool:
+    """Return whether a prompt made `task` to run the code that was typed in.
+
+    ``python -m asyncio`` makes a task of each line that awaits. IPython and its kernels make a task
+    of each cell, and of each message of a widget. Tasks that the user's code makes there have
+    coroutines of the user's.
+    """
+    frame = getattr(task.get_coro(), "cr_frame", None)
+    if frame is None:  # a generator, or a coroutine of a compiled extension
+        return False
+    if frame.f_code.co_name == "<module>":  # only a prompt compiles a module's code to a coroutine
+        return True
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("IPython", "ipykernel")
+
+
+def running_asyncio_task() -> Task[Any] | None:
+    """Return the asyncio task that runs in this thread, unless it is a cell or line of a prompt."""
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is None or asyncio._get_running_loop() is None:
+        return None
+    task: Task[Any] | None = asyncio.current_task()
+    return None if task is None or _is_prompt_task(task) else task
