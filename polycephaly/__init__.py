@@ -187,4 +187,4 @@ def _cure_of(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, "__version__"})
+    return sorted([*__all__, "__version__", "joblib"])

@@ -52,3 +52,7 @@ else:
         if name == "testing":
             return import_module(".testing", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "testing"])
