@@ -39,7 +39,7 @@ def two(a, b):
         lambda p: -p,
         lambda p: abs(p),
         lambda p: p > 3,
-        lambda p: 3 >= p,
+        lambda p: p <= 3,
         lambda p: max(p, p),
         lambda p: sum([p, p]),
         lambda p: int(p),

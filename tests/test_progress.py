@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import sys
 import threading
 
 import pytest
@@ -28,6 +29,33 @@ def test_a_pools_map(capsys):
         assert list(pool.map(double, range(3000), progress=True)) == [2 * n for n in range(3000)]
     assert last_state(capsys) == ("double", 3000, "3000")
     assert not [t for t in threading.enumerate() if "tqdm" in t.name.lower()]
+
+
+def test_without_a_terminal_there_is_a_line_each_ten_seconds_and_one_at_the_end(
+    capsys, monkeypatch
+):
+    now = [100.0]
+    monkeypatch.setattr("polycephaly.runtime.clock.monotonic", lambda: now[0])
+    progress = Progress("parse", 40)
+    for second in range(1, 26):
+        now[0] += 1.0
+        progress.show(second)
+        progress.show(second)  # nothing new, as while a call takes long
+    progress.close()
+    progress.close()
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" [")[0] for line in said] == [
+        "parse: 10/40 (25%)", "parse: 20/40 (50%)", "parse: 25/40 (62%)",
+    ]  # fmt: skip
+
+
+def test_in_a_terminal_the_bar_is_drawn_anew(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    progress = Progress("parse", 2)
+    progress.step()
+    progress.step()
+    progress.close()
+    assert capsys.readouterr().err.count("\r") >= 2
 
 
 def test_the_shortest_input_tells_how_many_there_will_be(capsys):
