@@ -43,6 +43,49 @@ def speak():
     print("to stderr", file=sys.stderr)
 
 
+def test_of_a_line_that_rewrites_itself_the_last_state_counts(pool, lines):
+    pool.doit("print('10%', '50%', '100%', sep='\\r'); print('of Windows\\r'); print('\\r')")
+    assert lines.of("stdout") == ["100%", "of Windows", ""]
+
+
+@local_only
+def test_in_a_terminal_a_line_that_rewrites_itself_is_seen_as_it_changes(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with poly.Pool(1, name="p") as pool:
+        given = pool.promise(
+            "import sys, time\nsys.stderr.write('\\r10%')\nsys.stderr.flush()\ntime.sleep(60)"
+        )
+        wait_for(lambda: "[p.0] 10%" in sys.stderr.getvalue())
+        given.cancel()
+        pool.doit("import sys; print('other', file=sys.stderr)")
+    erase = "\r\x1b[K"
+    assert sys.stderr.getvalue().startswith(f"{erase}[p.0] 10%\r{erase}[p.0] 10%\n")
+    assert sys.stderr.getvalue().endswith("[p.0] other\n")
+
+
+@local_only
+def test_states_of_a_line_are_seen_a_few_times_a_second(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(output, "monotonic", lambda: now[0])
+    reader, writer = os.pipe()
+    source = output.OutputSource(reader, "p.0", "stderr")
+    seen = []
+    for percent in range(20):
+        os.write(writer, b"\r%d%%" % percent)
+        seen += [each.line.text for each in source.read()]
+        now[0] += 0.1
+    os.write(writer, b"\r100%\n")
+    os.close(writer)
+    ended = source.read()
+    source.close()
+    assert seen == ["0%", "3%", "6%", "9%", "12%", "15%", "18%"]
+    assert [each.text for each in ended] == ["100%"]
+
+
 def test_text_that_the_stream_of_this_process_cannot_encode_is_escaped(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1"))
@@ -142,7 +185,7 @@ def test_a_text_stream_that_a_task_makes_of_the_bytes_is_its_own(pool, lines):
 
 
 def test_the_bytes_have_the_name_and_mode_of_a_standard_stream(pool):
-    assert pool.doit("sys.stderr.buffer.name, sys.stderr.buffer.mode") == (2, "wb")
+    assert pool.doit("import sys; sys.stderr.buffer.name, sys.stderr.buffer.mode") == (2, "wb")
 
 
 def test_the_tail_is_bounded_and_is_the_end(pool):

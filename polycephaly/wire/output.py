@@ -20,9 +20,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import FileIO
+from typing import Any
 
 from ..promises.promise import callbacks
 from ..runtime import forked, parent_death
+from ..runtime.clock import monotonic
+from ..runtime.prompt import running_shell
 from .chunks import DEBUG, END, LOG, MARK, ORDER, TAG, ChunkParser
 from .debugging import DebugRequest
 from .log_records import unpack_record
@@ -32,6 +35,8 @@ delivery_context: contextvars.Context | None = None
 the cell that the output appears under.
 """
 
+_STATE_SECONDS = 0.25  # between two states of a line that rewrites itself
+_ERASE = "\r\x1b[K"  # of a terminal's row
 _MAX_LINE_BYTES = 4 << 20
 _READ_BYTES = 64 * 1024
 # Reads of one pipe at a time: a drone that writes without end must not occupy the reactor.
@@ -55,6 +60,15 @@ class Line(str):
         line = super().__new__(cls, f"[{drone}] {text}")
         line.text, line.drone, line.stream, line.tag = text, drone, stream, tag
         return line
+
+
+class LineState:
+    """What a line that rewrites itself, as a progress bar does, shows at the moment."""
+
+    __slots__ = ("drone", "line", "tag")
+
+    def __init__(self, line: Line) -> None:
+        self.line, self.drone, self.tag = line, line.drone, line.tag
 
 
 class OutputRecord:
@@ -88,8 +102,8 @@ class OutputRecord:
                 forward(Line(each, self.drone, "stderr"))
 
 
-OutputItems = list[Line | OutputRecord | DebugRequest]
-OrderedItems = list[Line | OutputRecord | DebugRequest | int]
+OutputItems = list[Line | LineState | OutputRecord | DebugRequest]
+OrderedItems = list[Line | LineState | OutputRecord | DebugRequest | int]
 """As `OutputItems`. A number N means: the following items were printed after record N."""
 Listener = Callable[[Line], object]
 
@@ -164,11 +178,25 @@ class LineSplitter:
             whole.append(rest[:end])
             rest = rest[end:]
         for each in whole:
-            items.append(
-                Line(each.decode("utf-8", "replace"), self._drone, self._name, self._rest_tag)
-            )
+            items.append(self._line(each))
             self._rest_tag = self._tag
         self._rest, self._size = [rest], len(rest)
+
+    def _line(self, content: bytes) -> Line:
+        text = _last_state(content).decode("utf-8", "replace")
+        return Line(text, self._drone, self._name, self._rest_tag)
+
+    def state(self) -> LineState | None:
+        """Return what the line that has not ended shows now, if it rewrites itself."""
+        rest = b"".join(self._rest)
+        return LineState(self._line(rest)) if b"\r" in rest and _last_state(rest) else None
+
+
+def _last_state(content: bytes) -> bytes:
+    """Return what a terminal would show of a line in the end: what follows the last carriage
+    return, but for those at its end.
+    """
+    return content.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 class OutputSource(LineSplitter):
@@ -176,6 +204,7 @@ class OutputSource(LineSplitter):
 
     def __init__(self, fd: int, drone: str, name: str) -> None:
         super().__init__(drone, name)
+        self._state_at = 0.0
         os.set_blocking(fd, False)
         self._file = parent_death.close_in_child(FileIO(fd, "r"))
 
@@ -193,7 +222,15 @@ class OutputSource(LineSplitter):
                 break
             chunks.append(data)
             self.open = bool(data)
-        return self._parse(b"".join(chunks)) if chunks else []
+        if not chunks:
+            return []
+        items = self._parse(b"".join(chunks))
+        if b"\r" in chunks[-1] and monotonic() - self._state_at >= _STATE_SECONDS:
+            state = self.state()
+            if state is not None:
+                self._state_at = monotonic()
+                items.append(state)
+        return items
 
     def close(self) -> None:
         self.open = False
@@ -265,7 +302,10 @@ def _deliver_items(output: Listener | None, items: OutputItems) -> None:
     generation = forked.generation
     for each in items:
         try:
-            if not isinstance(each, Line):
+            if isinstance(each, LineState):
+                if output is forward:
+                    _show(each.line)
+            elif not isinstance(each, Line):
                 each.handle()
             elif output is not None:
                 output(each)
@@ -276,13 +316,38 @@ def _deliver_items(output: Listener | None, items: OutputItems) -> None:
 
 def forward(line: Line) -> None:
     """Write a drone's line to the controller's own stream of the same name."""
-    stream = sys.stdout if line.stream == "stdout" else sys.stderr
+    while _shown:  # on either stream: both may be one terminal
+        _write(*_shown.popitem())
+    _write(line.stream, line + "\n")
+
+
+_shown: dict[str, str] = {}
+"""The streams whose last row shows the state of a line, and what takes that away."""
+
+
+def _show(line: Line) -> None:
+    """Draw the state of a line, where it can be drawn anew: in a terminal or a notebook."""
+    stream = _stream(line.stream)
+    with suppress(ValueError):  # it is closed
+        if hasattr(stream, "isatty") and stream.isatty():
+            _write(line.stream, f"{_ERASE}{line}\r")
+            _shown[line.stream] = _ERASE
+        elif running_shell() is not None:
+            _write(line.stream, f"\r{line}")
+            _shown[line.stream] = "\r"
+
+
+def _stream(name: str) -> Any:
+    return sys.stdout if name == "stdout" else sys.stderr
+
+
+def _write(name: str, text: str) -> None:
+    stream = _stream(name)
     if stream is not None:
         with suppress(ValueError, OSError):  # the stream is closed, or its reader is gone
             try:
-                stream.write(line + "\n")
+                stream.write(text)
             except UnicodeEncodeError:
                 encoding = getattr(stream, "encoding", None) or "ascii"
-                escaped = line.encode(encoding, "backslashreplace").decode(encoding)
-                stream.write(escaped + "\n")
+                stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
