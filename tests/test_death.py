@@ -121,6 +121,38 @@ def test_what_a_program_says_after_the_crash_of_another_is_no_stack(pool):
     assert error.stderr == "the program goes on" and "Fatal Python error: Aborted" in error.stack
 
 
+@local_only("Ray adds a report of its own")
+def test_the_stack_of_a_crash_is_shown_once():
+    done = run_script(
+        """
+        import os, signal, subprocess, sys, polycephaly as poly
+        from faults import segfault, wait_for
+
+        def outlives(goes_on):
+            subprocess.run([sys.executable, "-X", "faulthandler", "-c", "import os; os.abort()"])
+            if goes_on:
+                print("goes on", file=sys.stderr)
+
+        if __name__ == "__main__":
+            with poly.Pool(1, name="p") as pool:
+                print(pool.promise(segfault).exception(), file=sys.stderr)
+                print("-- of another process", file=sys.stderr)
+                pool.doit(outlives, False)
+                print("-- which is not the last to say something", file=sys.stderr)
+                pool.doit(outlives, True)
+                print("-- of an idle drone", file=sys.stderr)
+                pid = pool.drones[0].pid
+                os.kill(pid, signal.SIGSEGV)
+                wait_for(lambda: pool.drones and pool.drones[0].pid not in (None, pid))
+                pool.doit("1")
+    """
+    )
+    assert done.returncode == 0, done.stderr
+    first, *others = done.stderr.split("\n-- ")
+    assert first.count(" in segfault") == 1
+    assert [each.count("most recent call first") > 0 for each in others] == [True] * 3, done.stderr
+
+
 @pytest.mark.guarantee("death-1")
 def test_the_last_lines_of_stderr_are_told(pool):
     error = pool.promise(say_and_die, "\n".join(f"line {i}" for i in range(100)), 3).exception()

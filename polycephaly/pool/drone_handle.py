@@ -34,7 +34,7 @@ from ..wire.messages import (
     pack_numbers,
     unpack_work,
 )
-from ..wire.output import Line, OutputItems, OutputRecord, deliver, deliver_tagged
+from ..wire.output import Line, OutputItems, OutputRecord, deliver, deliver_tagged, forward
 from ..wire.placeholders import PayloadWithRefs, sent_bytes
 from ..wire.status_page import NO_PAGE
 from .drone_record import DroneRecord
@@ -96,6 +96,7 @@ class DroneHandle(DroneRecord):
         self.stderr: deque[str] = deque(maxlen=_MAX_STDERR_LINES)
         self.stack: list[str] = []
         self.task_frames: list[str] = []  # the lines of `stack` for the task, innermost first
+        self._crash: list[Line] = []  # lines of `stack`, until it is known who shows them
         self._in_stack = False  # the last line on stderr belonged to the stack
         self._below_task = False  # and was a frame that the task was called from
         self._release_report_scheduled = False
@@ -389,9 +390,17 @@ class DroneHandle(DroneRecord):
         if may_wait and dispatcher.reactor.leaves_output():
             return
         output = self.take_output()
+        if may_wait and self._crash:  # it answers, so the stack is of a process that it started
+            self.tell_crash()
         if not output:
             return
-        self.keep_stderr_lines(output)
+        crash = self.keep_stderr_lines(output)
+        if not self._in_stack:
+            self.tell_crash()
+        if crash and dispatcher.output is forward and not dispatcher.output_listeners:
+            self._crash += crash
+            told = set(map(id, crash))
+            output = [each for each in output if id(each) not in told]
         listeners = dispatcher.output_listeners
         if listeners:
             tags = {*listeners}
@@ -403,10 +412,23 @@ class DroneHandle(DroneRecord):
             size = sum(len(each) for each in output if isinstance(each, Line))
             dispatcher.reactor.deliver_output(partial(deliver, dispatcher.output, output), size)
 
-    def keep_stderr_lines(self, output: OutputItems) -> None:
+    def tell_crash(self) -> None:
+        """Have the stack of a fatal error printed that no error of a task shows."""
+        crash, self._crash = self._crash, []
+        if crash:
+            size = sum(map(len, crash))
+            output = self.dispatcher.output
+            self.dispatcher.reactor.deliver_output(partial(deliver, output, [*crash]), size)
+
+    def forget_crash(self) -> None:
+        """Drop the stack of a fatal error, because the error of a task shows it."""
+        self._crash = []
+
+    def keep_stderr_lines(self, output: OutputItems) -> list[Line]:
         """Keep the last lines that the drone wrote to stderr or logged and, apart from those, the
-        stack of the latest fatal error.
+        stack of the latest fatal error. Return the lines of such a stack below its first.
         """
+        crash = []
         for each in output:
             if isinstance(each, OutputRecord):
                 self.stderr.append(each.text)
@@ -427,8 +449,11 @@ class DroneHandle(DroneRecord):
                         self.stack.append(before)
                         # The crashed thread may be the last of many, so the last lines stay.
                         del self.stack[1:-_MAX_STACK_LINES]
+                    crash.append(each)
                     continue
                 else:
                     self._in_stack = False
+                    crash = []  # it goes on, so the stack is of a process that it started
                 if before or not fatal:
                     self.stderr.append(before)
+        return crash
