@@ -373,6 +373,13 @@ def test_a_finalizer_that_holds_the_thread_of_the_pool_is_told():
             gate.set()
 
 
+def test_a_notebook_shows_stacks_as_text_that_is_no_markup():
+    with poly.Pool(1, name="<b>") as pool:
+        stacks = pool.stacks()
+    assert stacks._repr_html_().startswith("<pre>&lt;b&gt;.0 (pid ")
+    assert stacks[0]._repr_html_() == stacks._repr_html_()
+
+
 def test_a_callback_may_ask_for_stacks():
     with poly.Pool(1) as pool:
         stacks = queue.Queue()

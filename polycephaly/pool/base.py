@@ -275,6 +275,7 @@ class TaskTarget:
         """
         if running_asyncio_task() is not None:
             _warn_of_blocked_loop()
+        __tracebackhide__ = True
         return wait_for(self._submit(work, args, kwargs))
 
     @tells_options()
@@ -894,6 +895,7 @@ def wait_for(promise: Promise[T]) -> T:
     try:
         return promise.result()
     except BaseException:
+        __tracebackhide__ = True
         promise.cancel()  # has no effect, unless the wait itself was interrupted
         raise
     finally:

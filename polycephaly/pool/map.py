@@ -231,6 +231,7 @@ def _generate(stream: Ordered) -> Generator[Iterable[Any], None, None]:
     """Yield some results at a time. The first item is empty, and is yielded after the first calls
     are sent.
     """
+    __tracebackhide__ = True
     values: list[Any] = []
     tasks: list[Task] = []
     try:

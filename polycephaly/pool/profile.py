@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from contextlib import suppress
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any, Self
 
@@ -146,13 +147,21 @@ class Profile:
         path = Path(path)
         match path.suffix.lower():
             case ".html":
-                note = "".join(f"Without {each}: {why}. " for each, why in self.missing.items())
-                contents = page_of(self.samples, self.hertz, title, note)
+                contents = self._page(title)
             case ".json":
                 contents = speedscope_of(self.samples, self.hertz, title)
             case _:
                 raise ValueError(f"a profile is saved as .html or .json, not as {path.name!r}")
         path.write_bytes(contents)
+
+    def _page(self, title: str) -> bytes:
+        note = "".join(f"Without {each}: {why}. " for each, why in self.missing.items())
+        return page_of(self.samples, self.hertz, title, note)
+
+    def _repr_html_(self) -> str:
+        """Return the flame graph, in a frame of its own, for a notebook."""
+        page = escape(self._page("Profile").decode(), quote=True)
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 480px; border: 0"></iframe>'
 
     def __str__(self) -> str:
         own = own_samples(of_drones(self.samples))

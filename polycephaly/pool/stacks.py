@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from traceback import StackSummary
 from typing import Any
 
@@ -97,12 +98,18 @@ class Stack:
             lines += [f" beside it, {name}:\n", *frames.format()]
         return "".join(lines).rstrip("\n")
 
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
 
 class Stacks(list[Stack]):
     """The stacks of several drones. ``str()`` gives all their texts."""
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def _plain(frames: StackSummary) -> list[list[Any]]:

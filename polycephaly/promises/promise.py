@@ -232,6 +232,9 @@ class Promise(Future[T], Handle, ForgottenValue, Generic[T]):
         """The value that `result` returns without a timeout. Waits, and may raise the error."""
         try:
             return self.result()
+        except BaseException:
+            __tracebackhide__ = True  # IPython, Jupyter and pytest leave such frames out
+            raise
         finally:
             del self  # see `result`
 
@@ -268,6 +271,7 @@ class Promise(Future[T], Handle, ForgottenValue, Generic[T]):
         if error is None:
             value: T = self._result
             return self._open(value, timeout, began) if is_sealed(value) else value
+        __tracebackhide__ = True
         try:
             raise error
         finally:
@@ -620,6 +624,9 @@ class Promise(Future[T], Handle, ForgottenValue, Generic[T]):
             raise asyncio.CancelledError()
         try:
             return self.result()
+        except BaseException:
+            __tracebackhide__ = True
+            raise
         finally:
             del self  # see `result`
 
