@@ -160,7 +160,7 @@ def test_names_are_shown_and_never_run(tmp_path, opened):
     poly.Timeline(spans).save(tmp_path / "nasty.html", title=nasty)
     page = opened(tmp_path / "nasty.html")
     assert page.title() == nasty
-    assert page.evaluate("data.names.map(each => each.name)") == ["gone", nasty]
+    assert page.evaluate("data.names.map(each => each.name)") == [nasty, "gone"]
     assert page.locator("img").count() == 0 and page.locator("script").count() == 2
     chart = page.locator("#chart").bounding_box()
     page.mouse.move(chart["x"] + page.evaluate("xOf(1e6)"), chart["y"] + 35)

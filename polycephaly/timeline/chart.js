@@ -52,7 +52,7 @@ function addRow(drone, thread) {
   rows.push({ drone, thread, number: rows.length, from: [[]], ends: [-Infinity], lives: [], busy: 0, until: 0, waits: null, before: null });
 }
 function addName(name) {
-  const colour = page.palette[Math.min(data.names.length, page.palette.length - 1)];
+  const colour = page.palette[data.names.length % page.palette.length];
   data.names.push({ name, colour });
   addToLegend({ name, colour }, data.names.length - 1);
 }
@@ -95,7 +95,7 @@ function layOut() {
     pen.font = "600 " + font;
     left = Math.max(left, pen.measureText(row.thread || row.drone).width + (row.thread ? 26 : 22));
   }
-  left = Math.min(left, 260);
+  left = Math.min(left, 260, Math.round(frame.clientWidth * 0.3));
   fit();
 }
 
@@ -262,12 +262,6 @@ function drawTransport(i, start, drawn, middle) {
 function drawSpan(i, x, y, wide, high) {
   const { cpu, started, finished, status, name } = spans;
   const dim = chosen >= 0 && name[i] !== chosen ? 0.15 : 1;
-  if (wide < 3 && i !== hovered) {  // one box: there may be a hundred thousand
-    pen.globalAlpha = 0.75 * dim;
-    pen.fillStyle = NORMAL_STATUSES.includes(status[i]) ? data.names[name[i]].colour : theme.alarm;
-    pen.fillRect(x, y, wide, high);
-    return;
-  }
   if (cpu[i] === null) {
     pen.globalAlpha = 1;
     pen.fillStyle = theme.paper;  // over the lines
@@ -281,7 +275,7 @@ function drawSpan(i, x, y, wide, high) {
     pen.fillStyle = theme.paper;  // over the lines
     pen.fillRect(x, y, wide, high - solid);
     pen.fillStyle = data.names[name[i]].colour;
-    pen.globalAlpha = 0.4 * dim;
+    pen.globalAlpha = 0.45 * dim;
     pen.fillRect(x, y, wide, high - solid);
     pen.globalAlpha = dim;
     pen.fillRect(x, y + high - solid, wide, solid);

@@ -24,7 +24,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from .bottleneck import bottleneck_of
-from .picture import OTHERS_COLOUR, PALETTE, Bar, colours
+from .picture import PALETTE, Bar, colours
 from .spans import CANCELLED, DIED, DONE, ERROR, RUNNING, SENT, TIMEOUT
 from .svg import bars_of
 from .text import facts, table
@@ -89,7 +89,7 @@ def contents(timeline: Contents) -> dict[str, Any]:
     return {
         "part": part_of(timeline, timeline.start, colours(timeline)),
         "statuses": STATUSES,
-        "palette": [*PALETTE, OTHERS_COLOUR],
+        "palette": PALETTE,
         "facts": facts(timeline),
         "bottleneck": bottleneck_of(timeline),
         "length": round(max(timeline.end - timeline.start, 1e-9) * 1e6),

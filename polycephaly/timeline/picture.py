@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .bottleneck import bottleneck_of
 from .format import percent, seconds, shorten, size
 from .rows import Row, rows
-from .spans import DONE, RUNNING, Span, add_up
+from .spans import DONE, RUNNING, Span, Sums, add_up
 from .text import facts
 
 if TYPE_CHECKING:
@@ -88,17 +88,11 @@ class Drawing:
 
 
 def colours(timeline: Contents) -> dict[str, str]:
-    """Return a colour for each function, those that ran longest first."""
-    running = add_up(
-        (name, sums)
-        for threads in (False, True)
-        for (_, name), sums in timeline.sums(threads=threads).items()
+    """Return a colour for each function, in the order in which they came, as a live page has it."""
+    names = dict.fromkeys(
+        span.name for span in timeline.spans if not span.whole and span.started is not None
     )
-    names = sorted(running, key=lambda name: -running[name].running)
-    return {
-        name: PALETTE[index] if index < len(PALETTE) else OTHERS_COLOUR
-        for index, name in enumerate(names)
-    }
+    return {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(names)}
 
 
 def draw(timeline: Contents, title: str, bars: Sequence[Bar] = ()) -> Drawing:
@@ -178,7 +172,7 @@ def _draw_rows(drawing: Drawing, timeline: Contents) -> None:
         drawing.add(*_boxes(row, y, row_height, x_of, palette))
         drawing.height += row_height
     drawing.height += 10
-    _draw_legend(drawing, palette)
+    _draw_legend(drawing, timeline, palette)
 
 
 def _height(row: Row) -> float:
@@ -241,9 +235,16 @@ def describe_span(span: Span) -> str:
     return ", ".join(parts)
 
 
-def _draw_legend(drawing: Drawing, palette: dict[str, str]) -> None:
+def _draw_legend(drawing: Drawing, timeline: Contents, palette: dict[str, str]) -> None:
     x, y = MARGIN, drawing.height + 16
-    shown = [*palette.items()][:MAX_LEGEND_ENTRIES]
+    running = add_up(
+        (name, sums)
+        for threads in (False, True)
+        for (_, name), sums in timeline.sums(threads=threads).items()
+    )
+    longest = sorted(palette, key=lambda name: -running.get(name, Sums()).running)
+    longest = longest[:MAX_LEGEND_ENTRIES]
+    shown = [(name, palette[name]) for name in longest]
     rest = len(palette) - len(shown)
     for name, colour in [*shown, *([(f"{rest} more", OTHERS_COLOUR)] if rest > 0 else [])]:
         name = shorten(name, 40)

@@ -29,7 +29,7 @@ from starlette.routing import Route
 from ...promises.promise import Promise, fulfill, reject
 from ...runtime import fork_guard
 from ...timeline.page import STATUSES, data_of, make_page, page_of, part_of, read_text
-from ...timeline.picture import OTHERS_COLOUR, PALETTE
+from ...timeline.picture import PALETTE
 from ...timeline.timeline import Timeline
 from .metrics import CONTENT_TYPE, metrics_of
 
@@ -153,7 +153,7 @@ class _Views:
     def page(self, request: Request) -> Response:
         contents = {
             "statuses": STATUSES,
-            "palette": [*PALETTE, OTHERS_COLOUR],
+            "palette": PALETTE,
             "part": part_of(Timeline(), 0.0),
             "length": 0,
             "read_only": request.scope.get("read_only", False),
