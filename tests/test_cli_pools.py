@@ -888,7 +888,7 @@ def test_top_puts_first_the_drones_that_use_most() -> None:
         rates.update(status, now[0])
         console = Console(width=100, height=24, file=io.StringIO())
         drones = _sort(status["drones"], _ORDERS[order])
-        console.print(_render(status, drones, rates.tasks, None))
+        console.print(_render(status, drones, rates.tasks, None, console.width))
         lines = [line.split() for line in console.file.getvalue().splitlines() if "lab." in line]
         return [f"{line[0]} {line[7]}" if "%" in line[7] else line[0] for line in lines]
 
@@ -901,6 +901,20 @@ def test_top_puts_first_the_drones_that_use_most() -> None:
     assert picture("m", (5.25, 2, 1), (8.0, 1, 2)) == ["lab.0 25%", "lab.1 0%"]
     assert picture("d", (None, 2, 1), (8.0, 1, 2)) == ["lab.1 0%", "lab.0 25%"]
     assert picture("n", (None, 2, 1), (8.0, 1, 2)) == ["lab.0 25%", "lab.1 0%"]
+
+
+def test_top_in_a_narrow_terminal_keeps_what_runs_and_tells_its_keys() -> None:
+    measured = {"processor": None, "memory": 1 << 20, "tasks_done": 3, "cpu": 0.5}
+    drone = (
+        DRONE
+        | measured
+        | {"name": "lab.0", "number": 0, "state": "busy", "running": "parse_prices"}
+    )
+    console = Console(width=60, height=24, file=io.StringIO())
+    console.print(_render(STATUS | {"drones": [drone]}, [drone], 0.0, None, console.width))
+    text = console.file.getvalue()
+    assert "parse_prices" in text and "k: kill" in text
+    assert max(map(len, text.splitlines())) <= 60
 
 
 def test_the_keys_of_top() -> None:

@@ -44,7 +44,10 @@ MIN_PROCESSOR_SECONDS = 0.9
 """The shortest time over which the use of processors is computed: the kernel counts hundredths of
 a second, and joined hosts report once a second.
 """
-OTHER_LINES = 6  # on the screen, beside those of drones
+OTHER_LINES = 7  # on the screen, beside those of drones
+NARROW = 80  # columns of a terminal; with fewer there is no room for all of the table's
+_LEFT_OUT_IF_NARROW = ("PID", "MEMORY", "CLIENT")
+_HELP = "q: leave  \u2191\u2193: select  i: interrupt  k: kill  c m d n: order"
 _CPU = 5
 _COLUMNS = (*DRONES[:_CPU], Column("CPU", right=True), *DRONES[_CPU:])
 
@@ -93,7 +96,8 @@ def top(name: str, every: float) -> None:
                 while True:
                     drones = _sort(status["drones"], _ORDERS[order])
                     drones = drones[: max(1, console.height - OTHER_LINES)]
-                    live.update(_render(status, drones, rates.tasks, selected), refresh=True)
+                    picture = _render(status, drones, rates.tasks, selected, console.width)
+                    live.update(picture, refresh=True)
                     key = keys.next(due - monotonic())
                     if key in _QUIT:
                         return
@@ -156,7 +160,11 @@ def _act(pool: RemotePool, key: str, drone: dict[str, Any]) -> None:
 
 
 def _render(
-    status: dict[str, Any], shown: list[dict[str, Any]], rate: float, selected: int | None
+    status: dict[str, Any],
+    shown: list[dict[str, Any]],
+    rate: float,
+    selected: int | None,
+    width: int,
 ) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
@@ -166,6 +174,12 @@ def _render(
     others = status["clients"] - 1
     up = duration(time() - status["started"])
     memory = mebibytes(sum(drone["memory"] or 0 for drone in drones))
+    kept = [
+        place
+        for place, column in enumerate(_COLUMNS)
+        if width >= NARROW or column.title not in _LEFT_OUT_IF_NARROW
+    ]
+    rows = [_row(drone, status["host"], selected) for drone in shown]
     omitted = f"... and {len(drones) - len(shown)} more drones" if len(shown) < len(drones) else ""
     return Group(
         Text(f"{status['name']}  process {status['pid']} on {status['host']}, up {up}", "bold"),
@@ -175,8 +189,9 @@ def _render(
             f"{rate:,.0f}/s, {memory}"
         ),
         Text(),
-        grid(_COLUMNS, [_row(drone, status["host"], selected) for drone in shown]),
+        grid([_COLUMNS[place] for place in kept], [[row[place] for place in kept] for row in rows]),
         Text(omitted),
+        Text(_HELP, "dim", no_wrap=True, overflow="ellipsis"),
     )
 
 
