@@ -255,9 +255,9 @@ def test_the_report_has_speed_ups_and_bars_against_the_baseline() -> None:
         "1",
         "10.000",
         "1.0x",
-        "#" * 50,
+        "#" * 30,
     ]
-    assert report.row(faster, baseline).split() == ["II", "8", "1", "2.500", "4.0x", "#" * 12]
+    assert report.row(faster, baseline).split() == ["II", "8", "1", "2.500", "4.0x", "#" * 8]
 
 
 def test_a_run_slower_than_the_baseline_keeps_its_bar_inside_the_table() -> None:
@@ -347,7 +347,8 @@ def test_the_same_pages_are_parsed_and_computed_in_three_ways() -> None:
          "threads: 1.0), both for both."),
         (1.0, 2.0, 2.2, "drones did not win at computing (0.9 times as fast; threads: 1.0): each "
          "needs a processor that is free."),
-        (1.0, 1.0, 1.0, "drones did not win at computing (2.0 times as fast; threads: 2.0)"),
+        (1.0, 1.6, 1.5, "drones did not win at computing (1.3 times as fast; threads: 1.2)"),
+        (1.0, 1.0, 1.0, "Threads cannot compute 2.0 times as fast as one: other programs have"),
         (8.5, 2.0, 1.0, "conclusion: threads did not win at waiting (1.1 times as fast)"),
         (9.0, 2.0, 2.0, "threads did not win at waiting (1.0 times as fast): they win if there are "
          "several, and answers take time; drones did not win"),

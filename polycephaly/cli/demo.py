@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import textwrap
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -156,11 +158,13 @@ def securities(
     host = _connect_to_ray(address) if engine == "ray" else "127.0.0.1"
     timelines: list[Timeline] = []
 
-    def run(planned: list[experiments.Experiment]) -> list[experiments.ExperimentOutcome]:
-        """Run experiments, and print a row for each."""
+    def show(
+        running: Iterable[experiments.ExperimentOutcome],
+    ) -> list[experiments.ExperimentOutcome]:
+        """Print a row for each outcome."""
         outcomes: list[experiments.ExperimentOutcome] = []
         click.echo(f"\n{report.HEADER}")
-        for outcome in experiments.run(site, planned):
+        for outcome in running:
             outcomes.append(outcome)
             click.echo(report.row(outcome, baseline=outcomes[0]))
         return outcomes
@@ -169,20 +173,24 @@ def securities(
         with nullcontext(LiveSite()) if live else loopback(data, seconds, host) as site:
             wait = "" if live else f", {seconds:g} s before each answer"
             click.echo(f"Five lists of securities from {site.url}{wait}\n\n{report.LEGEND}")
-            outcomes = run(experiments.plan(drones, threads, timelines, pool_options))
+            planned = experiments.plan(drones, threads, timelines, pool_options)
+            outcomes = show(experiments.run(site, planned))
             pages = site.load_pages()
     except SourceError as error:
         raise click.ClickException(str(error)) from error
     click.echo(report.summary(outcomes))
     click.echo(report.computing_legend(outcomes[0]))
-    computations = run(experiments.computing(pages, max(2, usable_processors()), pool_options))
-    click.echo(f"\n{report.conclusion(outcomes, computations)}")
+    ways = experiments.computing(pages, max(2, usable_processors()), pool_options)
+    computations = experiments.run_in_turns(site, ways, experiments.COMPUTING_TURNS)
+    show(computations)
+    click.echo(f"\n{textwrap.fill(report.conclusion(outcomes, computations), report.WIDTH)}")
     if json_file is not None:
         result = json.dumps(report.as_json(outcomes, computations), indent=2)
         json_file.write_text(f"{result}\n", encoding="utf-8")
     if plot_file is not None:
         click.echo(f"\nThe combined run:\n{timelines[0]}")
-        files.write(timelines[0], plot_file, "Five lists of securities", report.bars(outcomes))
+        bars = report.bars(outcomes, computations)
+        files.write(timelines[0], plot_file, "Five lists of securities", bars)
     same = report.equal(computations)
     if not same:
         click.echo("THE INDICATORS DIFFER")
