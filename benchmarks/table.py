@@ -1,4 +1,4 @@
-"""What is printed: one table, with a ratio wherever there is somebody to compare with."""
+"""What is printed: one table. Each peer's figure has beside it how many times ours it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Run = dict[str, dict[str, Figures]]
 """The figures of one run, by measurement and peer; there is none where it failed or was left
 out."""
 
-HEAD = ("measurement", "ours", "peer", "peer's figure", "times ours")
+COLUMNS = ("multiprocessing", "futures", "loky")
+HEAD = ("(in brackets: times ours)", "ours", *(PEERS[peer].title for peer in COLUMNS), "others")
 
 
 def number(figure: float) -> str:
@@ -31,9 +32,7 @@ def spread(figures: list[float]) -> str:
         return "failed"
     if len(figures) == 1:
         return number(figures[0])
-    return (
-        f"{number(statistics.median(figures))} ({number(min(figures))} to {number(max(figures))})"
-    )
+    return f"{number(statistics.median(figures))}, {number(min(figures))} to {number(max(figures))}"
 
 
 def lines(runs: list[Run], sizes: Sizes) -> Iterator[tuple[str, ...]]:
@@ -50,16 +49,23 @@ def _of_row(
     row: Row, title: str, taken: list[dict[str, Figures]], peers: tuple[str, ...], asked: int
 ) -> Iterator[tuple[str, ...]]:
     ours = figures_of(OURS, row, taken)
-    beside = [] if row.alone else [peer for peer in peers if known(figures_of(peer, row, taken))]
-    first = (title, spread(known(ours)))
-    if not beside:
-        yield (*first, "", "", "")
-    for peer in beside:
+
+    def beside(peer: str) -> str:
+        """A peer's figure, and in brackets how many times ours."""
         theirs = figures_of(peer, row, taken)
-        ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+        if row.alone or not known(theirs):
+            return ""
+        times = known([b / a for a, b in zip(ours, theirs, strict=True)])
         fewer = f", {PEERS[peer].most:,} of them" if PEERS[peer].most < asked else ""
-        yield (*first, PEERS[peer].title + fewer, spread(known(theirs)), spread(known(ratios)))
-        first = ("", "")
+        return f"{number(statistics.median(known(theirs)))} ({spread(times)}{fewer})"
+
+    others = [(PEERS[peer].title, beside(peer)) for peer in peers if peer not in COLUMNS]
+    yield (
+        title,
+        spread(known(ours)),
+        *map(beside, COLUMNS),
+        "; ".join(f"{name} {cell}" for name, cell in others if cell),
+    )
 
 
 def figures_of(peer: str, row: Row, taken: list[dict[str, Figures]]) -> list[float]:
