@@ -44,6 +44,7 @@ class Executors:
 
     def map_for(self, fn: Callable[[Any], Any], items: Sequence[Any]) -> Map:
         """Return the way to map that is best for such items, by a trial of each."""
+        self.maps[0](fn, items[:WARM_UP_TASKS])  # workers start with their first tasks
         if len(self.maps) == 1:
             return self.maps[0]
         some = items[:TRIAL]
@@ -53,7 +54,6 @@ class Executors:
             run(fn, some)
             return time.perf_counter() - began
 
-        seconds(self.maps[0])  # workers start with their first tasks
         return min(self.maps, key=seconds)
 
 

@@ -47,7 +47,7 @@ from .directory import KeptTask
 from .interfaces import LivePage, TaskOptions, TaskRunner, with_seed
 from .map import Ordered, Results, Unordered, start_map
 from .map_source import Source
-from .mistaken_names import POOL_METHODS_HERE, called_by_own_names, tells_options
+from .mistaken_names import POOL_METHODS_HERE, tells_options
 
 if TYPE_CHECKING:
     from .retry import Retry
@@ -91,7 +91,7 @@ class _NotGiven:
 
 class _AsBefore:
     def __repr__(self) -> str:
-        return "as before"
+        return "..."  # in the reference, which parses signatures
 
 
 _NOT_GIVEN: Any = _NotGiven()
@@ -118,7 +118,6 @@ _pages_lock = Lock()
 renew_in_child(_pages_lock)
 
 
-@called_by_own_names
 class TaskTarget:
     _dispatcher: TaskRunner
     _handle: Any = None  # the handle of the only drone that may run the tasks, if set
@@ -354,7 +353,6 @@ class TaskTarget:
         )
 
 
-@called_by_own_names
 class DroneBase(TaskTarget):
     """One drone, with a namespace that persists between tasks."""
 
@@ -434,7 +432,6 @@ class DroneBase(TaskTarget):
         return self._ask(namespace.pull, *names)
 
 
-@called_by_own_names
 class ExecutorBase(TaskTarget, Executor):
     """Several drones, which code for the standard library's executors can use too."""
 

@@ -93,7 +93,7 @@ def flow(
         A function, method, coroutine function or other callable. Decorators such as
         ``@staticmethod`` go above ``@flow``.
     timeout, retries
-        As for `Pool.options`.
+        As for `Pool.options`; None: the pool's.
     keep
         As for `Pool.promise`: the promise is of a handle, and the value stays in its drone. Nodes
         that take the value run there if they can.

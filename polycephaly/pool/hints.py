@@ -46,7 +46,7 @@ def explain(
     owner, cure = _OF_A_DRONE if lone_drone else _OF_A_POOL
     if isinstance(error, TypeError):
         option = _UNEXPECTED_OPTION.search(message_of(error))
-        if option:
+        if option and is_of_the_call(error):
             with suppress(Exception):  # the exception's class may take no notes
                 error.add_note(f"an option of a task is given by {owner}.options({option[1]}=...)")
     if isinstance(error, AttributeError):
@@ -111,6 +111,11 @@ def _named_objects(error: BaseException, snapshot: MainSnapshot) -> Iterator[tup
     for name in dict.fromkeys(re.findall(r"\w+", _remote_traceback(error))):
         if name in main and snapshot.has(name):
             yield name, main[name]
+
+
+def is_of_the_call(error: BaseException) -> bool:
+    """Return whether the call of the task itself has failed, and no line of its function."""
+    return "File " not in _remote_traceback(error)
 
 
 def _remote_traceback(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ..runtime.checks import brief
+from .hints import is_of_the_call
 from .task import Task
 
 
@@ -35,6 +36,8 @@ def add_note(error: BaseException, label: str, task: Task, item: int | None = No
 def _is_row(error: BaseException, task: Task, index: int) -> bool:
     """Return whether a function misses an argument and has got a tuple or list as the only one."""
     if not isinstance(error, TypeError) or "required positional argument" not in str(error):
+        return False
+    if not is_of_the_call(error):
         return False
     args = task.item_args(index)
     return len(args) == 1 and isinstance(args[0], (tuple, list))

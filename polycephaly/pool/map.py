@@ -82,12 +82,6 @@ class Results(chain[T]):
         def __getitem__(self, index: object) -> NoReturn:
             raise TypeError(f"'Results' object is not subscriptable: {TAKE_ALL}")
 
-        def __await__(self) -> NoReturn:
-            raise TypeError(
-                "'Results' object is not awaited: take its values by `async for`, all of them by "
-                "[value async for value in results]"
-            )
-
     def __aiter__(self) -> Self:
         return self
 

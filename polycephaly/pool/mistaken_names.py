@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar
 
-C = TypeVar("C", bound=type[Any])
 F = TypeVar("F", bound=Callable[..., Any])
 
 OPTIONS_HERE = {
@@ -20,12 +19,14 @@ OPTIONS_HERE = {
         "`max_tasks`, of a Pool",
     ),
     "max_concurrency": "`width`",
-    "memory_limit": "`max_memory`, of a Pool",
+    "memory_limit": "`max_memory`",
     **dict.fromkeys(("max_retries", "retry"), "`retries`"),
     **dict.fromkeys(("task_timeout", "time_limit"), "`timeout`"),
     "thread_name_prefix": "`name`",
 }
 """Options of other libraries, and their names here."""
+
+OPTIONS_OF_TASKS = ("timeout", "retries", "priority", "resources", "seed")
 
 POOL_METHODS_HERE = {
     "apply": "doit(f, *args)",
@@ -62,7 +63,10 @@ def tells_options(cure: str = "") -> Callable[[F], F]:
         def checked(*args: Any, **options: Any) -> Any:
             unexpected = [name for name in options if name not in known]
             if unexpected:
-                cures = "; ".join(cures_of(unexpected)) or cure or f"it has {', '.join(known)}"
+                if unexpected[0] in OPTIONS_OF_TASKS:
+                    cures = f"use pool.options({unexpected[0]}=...)"
+                else:
+                    cures = cure or "; ".join(cures_of(unexpected)) or f"it has {', '.join(known)}"
                 raise TypeError(
                     f"{fn.__name__}() got an unexpected keyword argument {unexpected[0]!r}: {cures}"
                 )
@@ -71,11 +75,3 @@ def tells_options(cure: str = "") -> Callable[[F], F]:
         return checked  # type: ignore[return-value]
 
     return decorate
-
-
-def called_by_own_names(cls: C) -> C:
-    """Let Python's own errors name the methods of `cls` without that class, which is private."""
-    for name, value in vars(cls).items():
-        if callable(value) and not isinstance(value, type):
-            value.__qualname__ = name
-    return cls

@@ -215,12 +215,12 @@ class Supervisor:
         if error.__cause__ is not handle.cause:
             # Before the rejections. Not while holding the lock: reading source files takes time.
             self._dispatcher.reactor.deliver(partial(_tell_frames, error, handle.task_frames))
-        if fates.begun:
+        self._dispatcher.record.add_lost(handle.name, fates.begun)
+        self._dispatcher.state.drone_died(handle, fates, error, self._now())
+        if any(task.promise.done() for task in fates.begun):
             handle.forget_crash()  # their errors have it
         else:
             handle.tell_crash()
-        self._dispatcher.record.add_lost(handle.name, fates.begun)
-        self._dispatcher.state.drone_died(handle, fates, error, self._now())
         self.remove(handle)
         if before <= State.RETIRING:
             handle.death = error

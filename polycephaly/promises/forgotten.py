@@ -29,7 +29,7 @@ _BINARY = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
     "matmul": "@",
 }  # fmt: skip
-_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_COMPARISONS = {"lt": ("<", "gt"), "le": ("<=", "ge"), "gt": (">", "lt"), "ge": (">=", "le")}
 _OTHERS = {
     "__getitem__": "is not subscriptable, and not iterable",
     "__contains__": "is no container",
@@ -48,25 +48,22 @@ def _type_name(value: object) -> str:
     return repr(type(value).__name__)
 
 
-def _binary(symbol: str) -> Callable[[object, object], NoReturn]:
-    def refuse(left: object, right: object, *_: object) -> NoReturn:
-        names = f"{_type_name(left)} and {_type_name(right)}"
-        raise TypeError(f"unsupported operand type(s) for {symbol}: {names}: {CURE}")
+def _operator(reflected: str, text: str) -> Callable[..., Any]:
+    """Return an operator that asks the right operand, as Python would, and then refuses."""
+
+    def refuse(left: object, right: object, *_: object) -> Any:
+        ask = None if isinstance(right, ForgottenValue) else getattr(type(right), reflected, None)
+        answer = NotImplemented if ask is None else ask(right, left)
+        if answer is not NotImplemented:
+            return answer
+        raise TypeError(f"{text} {_type_name(left)} and {_type_name(right)}: {CURE}")
 
     return refuse
 
 
-def _reflected(symbol: str) -> Callable[[object, object], NoReturn]:
+def _reflected(text: str) -> Callable[..., NoReturn]:
     def refuse(right: object, left: object, *_: object) -> NoReturn:
-        _binary(symbol)(left, right)
-
-    return refuse
-
-
-def _comparison(symbol: str) -> Callable[[object, object], NoReturn]:
-    def refuse(left: object, right: object) -> NoReturn:
-        names = f"{_type_name(left)} and {_type_name(right)}"
-        raise TypeError(f"{symbol!r} not supported between instances of {names}: {CURE}")
+        raise TypeError(f"{text} {_type_name(left)} and {_type_name(right)}: {CURE}")
 
     return refuse
 
@@ -85,7 +82,9 @@ class ForgottenValue:
 
     if not TYPE_CHECKING:  # type checkers would accept any name, and any format
 
-        def __getattr__(self, name: str) -> NoReturn:
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property that has raised: raise its own error
+                return object.__getattribute__(self, name)
             text = f"{_type_name(self)} object has no attribute {name!r}"
             if name in NAMES_HERE:
                 text += f": use {NAMES_HERE[name]}"
@@ -103,9 +102,11 @@ class ForgottenValue:
 
 
 for _name, _symbol in _BINARY.items():
-    setattr(ForgottenValue, f"__{_name}__", _binary(_symbol))
-    setattr(ForgottenValue, f"__r{_name}__", _reflected(_symbol))
-for _name, _symbol in _COMPARISONS.items():
-    setattr(ForgottenValue, f"__{_name}__", _comparison(_symbol))
+    _text = f"unsupported operand type(s) for {_symbol}:"
+    setattr(ForgottenValue, f"__{_name}__", _operator(f"__r{_name}__", _text))
+    setattr(ForgottenValue, f"__r{_name}__", _reflected(_text))
+for _name, (_symbol, _mirrored) in _COMPARISONS.items():
+    _text = f"{_symbol!r} not supported between instances of"
+    setattr(ForgottenValue, f"__{_name}__", _operator(f"__{_mirrored}__", _text))
 for _name, _text in _OTHERS.items():
     setattr(ForgottenValue, _name, _other(_text))

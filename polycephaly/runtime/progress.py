@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterable
@@ -31,8 +32,12 @@ class Progress:
     """
 
     def __init__(self, label: str, total: int | None) -> None:
-        redrawn = running_shell() is not None or sys.stderr.isatty()
-        self._bar = (_bar_type() if redrawn else Lines)(total=total, desc=label, unit="")
+        bar = _bar_type()
+        is_terminal = hasattr(sys.stderr, "isatty") and sys.stderr.isatty()
+        if is_terminal or running_shell() is not None or "TQDM_DISABLE" in os.environ:
+            self._bar = bar(total=total, desc=label, unit="")
+        else:
+            self._bar = Lines(total=total, desc=label, unit="")
 
     def show(self, done: int) -> None:
         if done > self._bar.n:
