@@ -153,6 +153,26 @@ def test_the_stack_of_a_crash_is_shown_once():
     assert [each.count("most recent call first") > 0 for each in others] == [True] * 3, done.stderr
 
 
+@local_only("Ray adds a report of its own")
+def test_the_stack_of_a_crash_is_shown_though_the_task_runs_again(tmp_path):
+    done = run_script(
+        """
+        import sys, polycephaly as poly
+        from faults import append, lines, segfault
+
+        def crash_once(path):
+            append(path, "tried")
+            return "lived" if len(lines(path)) > 1 else segfault()
+
+        if __name__ == "__main__":
+            with poly.Pool(1, retries=1) as pool:
+                print(pool.doit(crash_once, sys.argv[1]))
+    """,
+        str(tmp_path / "tried"),
+    )
+    assert done.stdout == "lived\n" and done.stderr.count(" in crash_once") == 1, done.stderr
+
+
 @pytest.mark.guarantee("death-1")
 def test_the_last_lines_of_stderr_are_told(pool):
     error = pool.promise(say_and_die, "\n".join(f"line {i}" for i in range(100)), 3).exception()

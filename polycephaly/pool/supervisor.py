@@ -216,9 +216,10 @@ class Supervisor:
             # Before the rejections. Not while holding the lock: reading source files takes time.
             self._dispatcher.reactor.deliver(partial(_tell_frames, error, handle.task_frames))
         self._dispatcher.record.add_lost(handle.name, fates.begun)
+        retries = [task.retries for task in fates.begun]
         self._dispatcher.state.drone_died(handle, fates, error, self._now())
-        if any(task.promise.done() for task in fates.begun):
-            handle.forget_crash()  # their errors have it
+        if any(task.retries == left for task, left in zip(fates.begun, retries, strict=True)):
+            handle.forget_crash()  # a task is rejected, with an error that has it
         else:
             handle.tell_crash()
         self.remove(handle)
