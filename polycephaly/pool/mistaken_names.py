@@ -1,4 +1,4 @@
-"""Errors that name the cure where a name of another library, or a private one, was meant."""
+"""Errors that name the cure where a name of another library was meant."""
 
 from __future__ import annotations
 
